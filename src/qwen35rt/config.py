@@ -1,0 +1,60 @@
+"""Every limit, default and environment name of the package, as frozen dataclasses. Nothing else reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FileLimits:
+    """What a GGUF file may state before it is refused. All are far above any real file."""
+
+    max_keys: int = 65_536
+    max_tensors: int = 1_000_000
+    max_name_bytes: int = 65_535
+    max_dims: int = 4
+    max_splits: int = 1_024
+
+
+@dataclass(frozen=True)
+class EngineDefaults:
+    """Sizes of the engine where neither caller nor file gives one."""
+
+    n_ctx: int = 4_096  # tokens of one sequence when the caller names none
+    n_batch: int = 512  # rows of one step: a prefill slice
+    page_tokens: int = 64  # tokens of one KV page
+    max_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """Work that a chat template may do."""
+
+    fuel: int = 2_000_000  # minijinja instructions
+    max_output_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The QWEN35RT_* variables, read once by ``environment()``."""
+
+    isa: str | None  # QWEN35RT_ISA: scalar, avx2, avx512, avx512bf16, neon
+    threads: str | None  # QWEN35RT_THREADS: threads of the CPU backend
+    oracle: str | None  # QWEN35RT_ORACLE: folder of the oracle files (tests only)
+    cache: str | None  # QWEN35RT_CACHE: where downloaded models and the built example model are kept
+
+
+FILE_LIMITS = FileLimits()
+ENGINE = EngineDefaults()
+TEMPLATE = TemplateLimits()
+
+
+def environment(source: Mapping[str, str] = os.environ) -> Environment:
+    """Read the QWEN35RT_* variables; empty values count as absent."""
+
+    def get(name: str) -> str | None:
+        return source.get(f"QWEN35RT_{name}") or None
+
+    return Environment(isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"))
