@@ -1,0 +1,145 @@
+// The C side's own vocabulary: tensors, views, ops, a step, and the calls that the binding makes.
+#ifndef QRT_H
+#define QRT_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "blocks.h"
+
+enum { QRT_OK = 0, QRT_NO_MEMORY = 1, QRT_NO_ISA = 2, QRT_BAD_ARGUMENT = 3, QRT_THREAD_FAILED = 4 };
+
+typedef struct {
+    const uint8_t *data; // rows one after another, experts expert_bytes apart; stays in the mapped file
+    int32_t format;      // QRT_F32 ..
+    int32_t experts;     // 1 for a matrix
+    int64_t rows, cols, row_bytes, expert_bytes;
+    const float *scale; // NULL, or a factor of the product for each expert
+} qrt_tensor;
+
+// Element (row r, head h, d) is at ptr[r * ld + h * stride + d].
+typedef struct {
+    float *ptr;
+    int64_t ld;
+    int32_t heads, dim, stride;
+} qrt_view;
+
+// Rows quantised to int8 in blocks of 32: x[i] is about d[i / 32] * q[i].
+// s32, s16: d times the sum of q over each 32, each 16 elements. Rows are contiguous: cols, cols / 32, ..
+typedef struct {
+    int8_t *q;
+    float *d, *s32, *s16;
+    int64_t cols;
+} qrt_quant;
+
+// One matrix of a linear op: out = x @ w.T (+ residual).
+typedef struct {
+    qrt_tensor w;
+    qrt_view out;
+    const float *residual; // NULL, or [rows, out.ld]
+} qrt_part;
+
+typedef enum {
+    QRT_EMBED,
+    QRT_RMS_NORM,
+    QRT_LINEAR,
+    QRT_ROPE,
+    QRT_KV_APPEND,
+    QRT_ATTENTION,
+    QRT_SIGMOID_MUL,
+    QRT_CONV1D_SILU,
+    QRT_DELTA_GATES,
+    QRT_L2_NORM,
+    QRT_DELTA_NET,
+    QRT_GATED_RMS_NORM,
+    QRT_SILU_MUL,
+    QRT_ADD,
+    QRT_MOE_ROUTE,
+    QRT_MOE_LINEAR,
+    QRT_GATHER_ROWS,
+    QRT_QUANTIZE,
+    QRT_N_OPS
+} qrt_kind;
+
+typedef struct {
+    int32_t kind;
+    int32_t layer;    // index among the layers with this kind of state
+    int32_t gathered; // rows: wanted logit rows instead of token rows
+    int32_t n[4];     // rope: rot, sections h and w; attention: kv_heads; moe: used, reduce
+    float f[2];       // eps | scale | theta
+    qrt_view out;
+    qrt_view in[4];
+    const float *vec[2];
+    qrt_part *parts; // linear, moe_linear, embed
+    int32_t n_parts;
+    qrt_quant quant; // q == NULL: none. linear, moe_linear: the quantised input; others: out is also written here
+} qrt_op;
+
+typedef struct {
+    int32_t n_rows, n_seqs, n_out, page_width;
+    const int32_t *tokens, *positions, *row_offsets, *starts, *slots, *pages, *out_rows;
+} qrt_batch;
+
+// State pools. KV: [layer][page][kv_head][page_tokens][head_dim] float16.
+typedef struct {
+    uint16_t *k, *v;
+    float *delta; // [slot][layer][v_heads][d value][d key]
+    float *conv;  // [slot][layer][channels][kernel - 1]
+    int32_t n_pages, page_tokens, kv_heads, head_dim, attention_layers;
+    int32_t delta_layers, v_heads, d, channels, conv_kernel;
+} qrt_state;
+
+// What an op sees while a thread works on it.
+typedef struct {
+    const qrt_batch *batch;
+    const qrt_state *state;
+    int thread, threads;
+    uint8_t *scratch; // this thread's own, 64-byte aligned
+    size_t scratch_bytes;
+    int64_t *next; // shared counter for work handed out in pieces, 0 at the start of each op
+    uint8_t *shared; // scratch shared by the threads of an op
+} qrt_ctx;
+
+static inline int64_t qrt_rows(const qrt_op *op, const qrt_ctx *c) {
+    return op->gathered ? c->batch->n_out : c->batch->n_rows;
+}
+
+// Next piece of an op's work, handed out first come first served; returns its number.
+static inline int64_t qrt_take(const qrt_ctx *c) {
+    return __atomic_fetch_add(c->next, 1, __ATOMIC_RELAXED);
+}
+
+// The static share [*lo, *hi) of n pieces that falls to this thread.
+static inline void qrt_share(const qrt_ctx *c, int64_t n, int64_t *lo, int64_t *hi) {
+    *lo = n * c->thread / c->threads;
+    *hi = n * (c->thread + 1) / c->threads;
+}
+
+typedef void (*qrt_op_fn)(const qrt_op *, const qrt_ctx *);
+
+// Everything that is built once per instruction level. A higher level sets only what it improves.
+typedef struct {
+    const char *isa;
+    qrt_op_fn op[QRT_N_OPS];
+    void (*dequantize[QRT_N_FORMATS])(const uint8_t *row, float *out, int64_t n);
+    void (*quantize)(const float *x, int64_t cols, const qrt_quant *to, int64_t row);
+} qrt_kernels;
+
+// dispatch.c. name NULL: the best that processor and operating system support.
+int qrt_isa_usable(const char *name);
+const qrt_kernels *qrt_isa(const char *name);
+extern const char *const qrt_isa_names[]; // ends with NULL; lowest first
+
+// threadpool.c
+typedef struct qrt_pool qrt_pool;
+int qrt_pool_create(int threads, qrt_pool **out);
+void qrt_pool_destroy(qrt_pool *);
+int qrt_pool_threads(const qrt_pool *);
+// Runs fn(arg, thread, threads) on every thread of the pool, the caller being thread 0; returns when all are done.
+void qrt_pool_run(qrt_pool *, void (*fn)(void *, int, int), void *arg);
+// Meeting point of all threads inside qrt_pool_run.
+void qrt_pool_barrier(qrt_pool *);
+
+// run.c: one step. seconds: NULL, or [n_ops] to which the time of each op is added.
+int qrt_run(const qrt_kernels *, qrt_pool *, const qrt_op *ops, int n_ops, const qrt_batch *,
+            const qrt_state *, double *seconds);
+#endif
