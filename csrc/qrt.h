@@ -45,6 +45,7 @@ typedef enum {
     QRT_ROPE,
     QRT_KV_APPEND,
     QRT_ATTENTION,
+    QRT_ATTENTION_MERGE, // right after attention, same fields: joins what attention left in c->shared
     QRT_SIGMOID_MUL,
     QRT_CONV1D_SILU,
     QRT_DELTA_GATES,
@@ -88,15 +89,18 @@ typedef struct {
     int32_t delta_layers, v_heads, d, channels, conv_kernel;
 } qrt_state;
 
+typedef struct qrt_kernels qrt_kernels;
+
 // What an op sees while a thread works on it.
 typedef struct {
+    const qrt_kernels *kernels;
     const qrt_batch *batch;
     const qrt_state *state;
     int thread, threads;
     uint8_t *scratch; // this thread's own, 64-byte aligned
     size_t scratch_bytes;
     int64_t *next; // shared counter for work handed out in pieces, 0 at the start of each op
-    uint8_t *shared; // scratch shared by the threads of an op
+    uint8_t *shared; // scratch shared by the threads of an op, 64-byte aligned
 } qrt_ctx;
 
 static inline int64_t qrt_rows(const qrt_op *op, const qrt_ctx *c) {
@@ -117,12 +121,12 @@ static inline void qrt_share(const qrt_ctx *c, int64_t n, int64_t *lo, int64_t *
 typedef void (*qrt_op_fn)(const qrt_op *, const qrt_ctx *);
 
 // Everything that is built once per instruction level. A higher level sets only what it improves.
-typedef struct {
+struct qrt_kernels {
     const char *isa;
     qrt_op_fn op[QRT_N_OPS];
     void (*dequantize[QRT_N_FORMATS])(const uint8_t *row, float *out, int64_t n);
     void (*quantize)(const float *x, int64_t cols, const qrt_quant *to, int64_t row);
-} qrt_kernels;
+};
 
 // dispatch.c. name NULL: the best that processor and operating system support.
 int qrt_isa_usable(const char *name);
