@@ -45,6 +45,7 @@ typedef enum {
     QRT_ROPE,
     QRT_KV_APPEND,
     QRT_ATTENTION,
+    QRT_ATTENTION_MERGE, // right after attention, same fields: joins what attention left in c->shared
     QRT_SIGMOID_MUL,
     QRT_CONV1D_SILU,
     QRT_DELTA_GATES,
@@ -100,7 +101,7 @@ typedef struct {
     uint8_t *scratch; // this thread's own, 64-byte aligned
     size_t scratch_bytes;
     int64_t *next; // shared counter for work handed out in pieces, 0 at the start of each op
-    uint8_t *shared; // scratch shared by the threads of an op
+    uint8_t *shared; // scratch shared by the threads of an op, 64-byte aligned
 } qrt_ctx;
 
 static inline int64_t qrt_rows(const qrt_op *op, const qrt_ctx *c) {

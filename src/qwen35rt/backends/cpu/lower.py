@@ -67,6 +67,9 @@ def to_nodes(program: Program) -> list[Node]:
     nodes: list[Node] = []
     n = len(program.values)
     for op in program.ops:
+        if op.kind == "attention":  # long sequences are split over threads; the second op joins the pieces
+            nodes += [Node(op), Node(replace(op, kind="attention_merge"))]
+            continue
         if op.kind == "moe_linear" and op.attrs["reduce"]:
             out, w = op.outs[0], op.weights[0]
             per_expert = Value(n, out.name + ".experts", op.attrs["used"] * w.rows, out.gathered)
@@ -285,7 +288,7 @@ def _attributes(row: npt.NDArray[np.void], op: Op) -> None:
     elif op.kind == "rope":
         row["f"][0] = a["theta"]
         row["n"][0], row["n"][1], row["n"][2] = a["rot"], a["sections"][1], a["sections"][2]
-    elif op.kind == "attention":
+    elif op.kind in ("attention", "attention_merge"):
         row["n"][0] = a["kv_heads"]
     elif op.kind in ("moe_route", "moe_sum"):
         row["n"][0] = a["used"]
@@ -296,8 +299,8 @@ def _attributes(row: npt.NDArray[np.void], op: Op) -> None:
 def _tensor(w: QTensor, keep: list[object]) -> npt.NDArray[np.void]:
     out = np.zeros((), TENSOR)
     keep.append(w)
-    out["data"], out["format"], out["experts"] = w.address, FORMAT[w.format.name], w.n_expert
-    out["rows"], out["cols"], out["row_bytes"], out["expert_bytes"] = w.rows, w.cols, w.row_bytes, w.expert_bytes
+    out["data"], out["format"], out["experts"] = w.data.ctypes.data, FORMAT[w.format.name], w.n_expert
+    out["rows"], out["cols"], out["row_bytes"], out["expert_bytes"] = w.rows, w.cols, w.row_bytes, w.expert_stride
     if w.scale is not None:
         scale = np.ascontiguousarray(w.scale, np.float32)
         keep.append(scale)

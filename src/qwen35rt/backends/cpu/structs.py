@@ -67,6 +67,7 @@ KINDS = (
     "rope",
     "kv_append",
     "attention",
+    "attention_merge",
     "sigmoid_mul",
     "conv1d_silu",
     "delta_gates",
