@@ -314,7 +314,8 @@ def moe_route(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) 
 
 def moe_linear(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
     used, reduce = op.attrs["used"], op.attrs["reduce"]
-    w = exe.weight(op.weights[0])  # [experts, out, in]
+    tensor = op.weights[0]
+    w = exe.weight(tensor).reshape(tensor.n_expert, tensor.rows, tensor.cols)
     route = ins[1][:, 0]
     chosen, weight = route[:, :used].astype(np.intp), route[:, used:]
     x = ins[0][:, 0].reshape(len(route), -1, w.shape[2])  # [T, used or 1, in]
