@@ -61,8 +61,11 @@ static inline qf qf_halves(const uint8_t *p, int64_t stride) {
     return qf_from_f16(h);
 }
 static inline void qf_of_pairs(wv a, qf *low, qf *high) {
-    *low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)a));
-    *high = _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(a >> 16)));
+    uint16_t h[16];
+    _mm256_storeu_si256((__m256i *)h, _mm512_cvtepi32_epi16((__m512i)a));
+    *low = qf_from_f16(h);
+    _mm256_storeu_si256((__m256i *)h, _mm512_cvtepi32_epi16((__m512i)(a >> 16)));
+    *high = qf_from_f16(h);
 }
 
 #elif defined(QRT_LEVEL_AVX2)
