@@ -89,6 +89,21 @@ def test_the_files_own_tokens_are_variables(small: Tokenizer) -> None:
 TOOLS = [{"name": "wetter", "description": "天气 <b> & 'é' \"q\"", "args": {"z": 1, "a": [1.5, None, True, {}]}}]
 
 
+def test_b61_a_turn_sent_back_renders_as_the_model_wrote_it(from_file: tuple[Tokenizer, ChatTemplate]) -> None:
+    """Reasoning and a tool call without text: prompt and generated ids are the beginning of the next prompt."""
+    tokenizer, template = from_file
+    prompt = template.render_ids(tokenizer, USER)
+    written = (
+        "need it\n</think>\n\n<tool_call>\n<function=f>\n<parameter=k>\nv <b>\n</parameter>\n</function>\n</tool_call>"
+    )
+    generated = tokenizer.encode(written + "<|im_end|>", special=True)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"k": "v <b>"}}}
+    for content in ("", None):
+        turn = {"role": "assistant", "content": content, "reasoning_content": "need it", "tool_calls": [call]}
+        again = template.render_ids(tokenizer, [*USER, turn, {"role": "tool", "content": "r"}])
+        assert again[: len(prompt) + len(generated)] == prompt + generated
+
+
 def test_b66_tojson_writes_what_json_dumps_writes() -> None:
     template = ChatTemplate(
         "{{ tools | tojson }}|{{ tools | tojson(ensure_ascii=False) }}|{{ tools|tojson(indent=2) }}"
@@ -132,6 +147,8 @@ def test_b57_what_the_template_raises_is_the_error_text() -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(a) %}{{ f(a + 1) }}{% endmacro %}{{ f(0) }}",
         "{% for i in range(9999) %}{{ messages[0].content * 1000 }}{% endfor %}",
+        "{% set ns = namespace(s='x') %}{% for i in range(50) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{{ 'x' * 1000000000000 }}",
         "{{ undefined.attribute }}",
         "{{ unknown_function() }}",
         "{% if %}",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from qwen35rt.errors import RequestError, TemplateError
-from qwen35rt.tokenizer import ChatTemplate, Tokenizer
-from qwen35rt.tokenizer.guard import pick_breaker
+from qwen35rt.tokenizer import ChatTemplate, Tokenizer, read_vocab
+from qwen35rt.tokenizer.guard import Guard, pick_breaker
+from tests.tokenizer.real_vocab import gpt2_alphabet, small_metadata
 
 IM_START, IM_END, THINK = 248_045, 248_046, 248_068
 SIMPLE = (
@@ -146,6 +147,23 @@ def test_b52_user_defined_tokens_are_matched_everywhere(real: Tokenizer) -> None
 def test_parse_special_matches_everything(real: Tokenizer) -> None:
     ids = ChatTemplate(SIMPLE).render_ids(real, [{"role": "user", "content": "<|im_end|>"}], parse_special=True)
     assert ids.count(IM_END) == 2
+
+
+def test_b52_markers_that_templates_look_for_stay_whole() -> None:
+    """A vocabulary with "</s>" must not break "</think>", which is no token of it."""
+    vocab = read_vocab(
+        small_metadata(
+            tokens=[*gpt2_alphabet(), "</s>"],
+            token_type=[1] * 256 + [3],
+            bos_token_id=None,
+            eos_token_id=256,
+            padding_token_id=None,
+        )
+    )
+    guard = Guard(vocab)
+    assert guard.protect("a</think>b", "!") == "a</think>b"
+    assert guard.protect("a</s>b", "!") == "a<!/s>b"
+    assert guard.protect("a</ ", "!") == "a</! "
 
 
 def test_private_use_characters_of_the_caller_survive(real: Tokenizer) -> None:

@@ -23,7 +23,7 @@ PREFIX = "tokenizer.ggml."
 MODELS = ("gpt2", "llama")
 
 # Tokens that a model may write and a user may type: matched in any text, never control tokens.
-_USER_MARKERS = frozenset(("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"))
+USER_MARKERS = frozenset(("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"))
 _CONTROL_MARKERS = frozenset(
     (
         "<|endoftext|>",
@@ -212,7 +212,7 @@ def _correct_types(
         {
             i
             for i in (*named, *spelled)
-            if i is not None and types[i] in (UNDEFINED, NORMAL, USER_DEFINED) and tokens[i] not in _USER_MARKERS
+            if i is not None and types[i] in (UNDEFINED, NORMAL, USER_DEFINED) and tokens[i] not in USER_MARKERS
         }
     )
     if wrong:
