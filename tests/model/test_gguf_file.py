@@ -159,8 +159,8 @@ class TestSplit:
 
     @pytest.fixture
     def parts(self, tmp_path: Path) -> list[Path]:
-        first = write_tiny(tmp_path / "m" / "tiny.gguf", parts=3) if (tmp_path / "m").mkdir() is None else None
-        assert first is not None
+        (tmp_path / "m").mkdir()
+        first = write_tiny(tmp_path / "m" / "tiny.gguf", parts=3)
         return [first.with_name(f"tiny-{i:05d}-of-00003.gguf") for i in (1, 2, 3)]
 
     def assert_is_tiny(self, f: GgufFile, whole: Path, n_parts: int) -> None:

@@ -239,7 +239,7 @@ def test_shared_gate_in_one_or_two_dimensions(tmp_path: Path, shape: tuple[int, 
 
 def test_b31_types_mix_per_tensor(tmp_path: Path) -> None:
     kinds = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL")
-    sizes = {"n_embd": 256, "n_ff": 256, "head_dim": 128, "ssm_state": 64}
+    sizes: dict[str, Any] = {"n_embd": 256, "n_ff": 256, "head_dim": 128, "ssm_state": 64}
     matrices = [n for n, t in tiny_tensors(TinySpec(**sizes)).items() if t.ndim == 2 and "conv1d" not in n]
     formats = {n: kinds[i % len(kinds)] for i, n in enumerate(matrices)}
     formats |= {n: "Q8_0" for n in matrices if "ssm_alpha" in n or "ssm_beta" in n}
