@@ -26,9 +26,6 @@ SAMPLE_NOT_FINITE = 32
 SAMPLE_NO_TOKEN = 33
 
 
-cdef const int32_t *_ints(const int32_t[::1] view) noexcept:
-    return &view[0] if view.shape[0] else NULL
-
 
 cdef class Sampling:
     """The fields of one request's sampler; the arrays are those of the Python side and are kept alive here.
