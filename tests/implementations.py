@@ -10,8 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from qwen35rt.backends.base import Backend
 from qwen35rt.backends.reference import ReferenceBackend
 
@@ -54,7 +52,7 @@ class Implementation:
     name: str
     make: Callable[[], Backend]
     exact: frozenset[str]
-    kv_dtype: type[np.floating[Any]] = np.float32
+    kv_dtype: str = "float32"
 
     def __str__(self) -> str:
         return self.name
@@ -66,5 +64,5 @@ def implementations() -> list[Implementation]:
     made = [Implementation("reference", ReferenceBackend, files)]
     for isa in isa_levels():
         exact = frozenset({"f32", "f16"} if isa == "avx512bf16" else {"f32", "f16", "bf16"})
-        made.append(Implementation(f"cpu-{isa}", partial(cpu_backend, isa), exact, np.float16))
+        made.append(Implementation(f"cpu-{isa}", partial(cpu_backend, isa), exact, "float16"))
     return made
