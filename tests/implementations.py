@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -12,13 +11,14 @@ from typing import Any
 
 from qwen35rt.backends.base import Backend
 from qwen35rt.backends.reference import ReferenceBackend
+from qwen35rt.config import environment
 
 ISA_LEVELS = ("scalar", "avx2", "avx512", "avx512bf16", "neon")
 
 
 def oracle() -> Path:
     """The folder with the oracle's data (it may not exist)."""
-    given = os.environ.get("QWEN35RT_ORACLE")
+    given = environment().oracle
     return Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "oracle"
 
 
