@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,12 @@ def environment(source: Mapping[str, str] = os.environ) -> Environment:
         return source.get(f"QWEN35RT_{name}") or None
 
     return Environment(isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"))
+
+
+def cache_dir(source: Mapping[str, str] = os.environ) -> Path:
+    """QWEN35RT_CACHE, else the platform's cache folder. Not created here."""
+    own = environment(source).cache
+    if own:
+        return Path(own)
+    base = source.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "qwen35rt"
