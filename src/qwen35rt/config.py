@@ -17,6 +17,10 @@ class FileLimits:
     max_name_bytes: int = 65_535
     max_dims: int = 4
     max_splits: int = 1_024
+    min_alignment: int = 8  # bytes
+    max_alignment: int = 1 << 20
+    max_blocks: int = 4_096  # layers
+    max_width: int = 1 << 24  # any one dimension that metadata states: heads, columns, experts, vocabulary
 
 
 @dataclass(frozen=True)
