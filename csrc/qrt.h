@@ -45,6 +45,7 @@ typedef enum {
     QRT_ROPE,
     QRT_KV_APPEND,
     QRT_ATTENTION,
+    QRT_ATTENTION_MERGE, // right after attention, same fields: joins what attention left in c->shared
     QRT_SIGMOID_MUL,
     QRT_CONV1D_SILU,
     QRT_DELTA_GATES,
@@ -57,6 +58,7 @@ typedef enum {
     QRT_MOE_LINEAR,
     QRT_GATHER_ROWS,
     QRT_QUANTIZE,
+    QRT_MOE_SUM,
     QRT_N_OPS
 } qrt_kind;
 
@@ -88,15 +90,18 @@ typedef struct {
     int32_t delta_layers, v_heads, d, channels, conv_kernel;
 } qrt_state;
 
+typedef struct qrt_kernels qrt_kernels;
+
 // What an op sees while a thread works on it.
 typedef struct {
+    const qrt_kernels *kernels;
     const qrt_batch *batch;
     const qrt_state *state;
     int thread, threads;
     uint8_t *scratch; // this thread's own, 64-byte aligned
     size_t scratch_bytes;
     int64_t *next; // shared counter for work handed out in pieces, 0 at the start of each op
-    uint8_t *shared; // scratch shared by the threads of an op
+    uint8_t *shared; // scratch shared by the threads of an op, 64-byte aligned
 } qrt_ctx;
 
 static inline int64_t qrt_rows(const qrt_op *op, const qrt_ctx *c) {
@@ -117,12 +122,12 @@ static inline void qrt_share(const qrt_ctx *c, int64_t n, int64_t *lo, int64_t *
 typedef void (*qrt_op_fn)(const qrt_op *, const qrt_ctx *);
 
 // Everything that is built once per instruction level. A higher level sets only what it improves.
-typedef struct {
+struct qrt_kernels {
     const char *isa;
     qrt_op_fn op[QRT_N_OPS];
     void (*dequantize[QRT_N_FORMATS])(const uint8_t *row, float *out, int64_t n);
-    void (*quantize)(const float *x, int64_t cols, const qrt_quant *to, int64_t row);
-} qrt_kernels;
+    double (*int8_peak)(void); // a loop of int8 products on registers; returns the operations (2 per product) it did
+};
 
 // dispatch.c. name NULL: the best that processor and operating system support.
 int qrt_isa_usable(const char *name);
@@ -136,10 +141,16 @@ void qrt_pool_destroy(qrt_pool *);
 int qrt_pool_threads(const qrt_pool *);
 // Runs fn(arg, thread, threads) on every thread of the pool, the caller being thread 0; returns when all are done.
 void qrt_pool_run(qrt_pool *, void (*fn)(void *, int, int), void *arg);
+// Memory that lives as long as the pool and only grows; NULL if it cannot be had. 4096-byte aligned.
+void *qrt_pool_scratch(qrt_pool *, size_t bytes);
 // Meeting point of all threads inside qrt_pool_run.
 void qrt_pool_barrier(qrt_pool *);
 
 // run.c: one step. seconds: NULL, or [n_ops] to which the time of each op is added.
 int qrt_run(const qrt_kernels *, qrt_pool *, const qrt_op *ops, int n_ops, const qrt_batch *,
             const qrt_state *, double *seconds);
+
+// probe.c: GB/s read by all threads of the pool (negative: no memory), and 10^9 int8 operations per second.
+double qrt_probe_bandwidth(qrt_pool *, int64_t mib);
+double qrt_probe_int8(const qrt_kernels *, qrt_pool *);
 #endif

@@ -1,0 +1,348 @@
+// linear, moe_linear, moe_sum, quantize. Quantised weights: a panel of NR rows is unpacked once, 256 columns at a
+// time, and meets all x rows of the call. Float weights: dot products along the columns.
+// The result of a row depends on its own x alone: not on the other rows, the cut into pieces or the thread.
+#include "kernels.h"
+#include "panel_mul.h"
+#include "quantize.h"
+#include "scratch.h"
+
+#define PIECE 64      // weight rows handed to a thread at a time
+#define X_BYTES (192 * 1024) // of x kept in the second-level cache while all weights pass by
+
+// One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 + rows) . x row x_rows[i].
+typedef struct {
+    const qrt_tensor *w;
+    const uint8_t *data; // of the expert
+    float scale;
+    const qrt_quant *x;      // for quantised weights
+    const float *xf;         // for float weights, rows of w->cols, x_ld apart
+    int64_t x_ld;
+    const int32_t *x_rows, *out_rows;
+    int64_t n; // x rows
+    float *out;
+    int64_t ld;
+    const float *residual;
+} product;
+
+INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, int64_t n) {
+    const int64_t at = p->out_rows[i] * p->ld + row;
+    float *out = p->out + at;
+    if (p->w->scale) {
+        for (int64_t r = 0; r < n; r++) out[r] = y[r] * p->scale;
+    } else {
+        for (int64_t r = 0; r < n; r++) out[r] = y[r];
+    }
+    if (p->residual)
+        for (int64_t r = 0; r < n; r++) out[r] += p->residual[at + r];
+}
+
+typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
+
+#define X(NAME, name, id, block, bytes, BITS, GROUP, OFF)                                          \
+    static void product_##name(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {   \
+        _Alignas(64) uint8_t q[256 * NR];                                                          \
+        _Alignas(64) float s[256 / GROUP * NR], m[256 / GROUP * NR];                               \
+        panel panel_ = {q, s, m};                                                                  \
+        float *acc = (float *)scratch;                                                             \
+        const int64_t blocks = p->w->cols / 32;                                                    \
+        for (int64_t r = row0; r < row0 + rows; r += NR) {                                         \
+            const int n_rows = (int)(row0 + rows - r < NR ? row0 + rows - r : NR);                 \
+            memset(acc, 0, (size_t)p->n * NR * sizeof(float));                                     \
+            for (int64_t b = 0; b < blocks; b += 8) {                                              \
+                const int nb = (int)(blocks - b < 8 ? blocks - b : 8);                             \
+                panel_pack_##name(p->data + r * p->w->row_bytes, p->w->row_bytes, n_rows, b, nb,   \
+                                  &panel_);                                                        \
+                mul_panel(BITS, GROUP, &panel_, nb, p->x, p->x_rows, p->n, b, acc);                \
+            }                                                                                      \
+            for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, acc + i * NR, n_rows);           \
+        }                                                                                          \
+    }
+QRT_QUANT_FORMATS(X)
+#undef X
+
+// ---------------------------------------------------------------- float weights
+#define FROWS 4
+#define FTILE 3
+
+// Sums along the columns in QF lanes, the rest behind them one by one.
+INLINE void dot_tile(const int rows, const int mr, const float *const *w, const float *const *x,
+                     int64_t cols, float y[FTILE][FROWS]) {
+    qf a[FTILE][FROWS];
+    const int64_t whole = cols / QF * QF;
+#pragma GCC unroll 4
+    for (int t = 0; t < mr; t++)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) a[t][r] = qf_zero();
+    for (int64_t k = 0; k < whole; k += QF) {
+        qf xv[FTILE];
+#pragma GCC unroll 4
+        for (int t = 0; t < mr; t++) xv[t] = qf_load(x[t] + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            qf wv = qf_load(w[r] + k);
+#pragma GCC unroll 4
+            for (int t = 0; t < mr; t++) a[t][r] = qf_fma(wv, xv[t], a[t][r]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < mr; t++)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            y[t][r] = qf_hsum(a[t][r]);
+            for (int64_t k = whole; k < cols; k++) y[t][r] += w[r][k] * x[t][k];
+        }
+}
+
+INLINE void widen(const int format, const uint8_t *from, float *to, int64_t n) {
+    const uint16_t *h = (const uint16_t *)from;
+    int64_t k = 0;
+    for (; k + QF <= n; k += QF)
+        qf_store(to + k, format == QRT_F16 ? qf_from_f16(h + k) : qf_from_bf16(h + k));
+    for (; k < n; k++) {
+        if (format == QRT_F16) {
+            to[k] = qrt_half((const uint8_t *)(h + k));
+        } else {
+            uint32_t u = (uint32_t)h[k] << 16;
+            memcpy(to + k, &u, 4);
+        }
+    }
+}
+
+// One x row, weights straight from the file: the same sums in the same order as dot_tile.
+INLINE void dot_one(const int format, const int rows, const uint8_t *const *w, const float *x,
+                    int64_t cols, float *y) {
+    qf a[FROWS];
+    const int64_t whole = cols / QF * QF;
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) a[r] = qf_zero();
+    for (int64_t k = 0; k < whole; k += QF) {
+        qf xv = qf_load(x + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            const uint16_t *h = (const uint16_t *)w[r] + k;
+            a[r] = qf_fma(format == QRT_F16 ? qf_from_f16(h) : qf_from_bf16(h), xv, a[r]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        y[r] = qf_hsum(a[r]);
+        for (int64_t k = whole; k < cols; k++) {
+            float f;
+            widen(format, w[r] + 2 * k, &f, 1);
+            y[r] += f * x[k];
+        }
+    }
+}
+
+INLINE void product_float(const int format, const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {
+    const int64_t cols = p->w->cols;
+    for (int64_t r = row0; r < row0 + rows; r += FROWS) {
+        const int n_rows = (int)(row0 + rows - r < FROWS ? row0 + rows - r : FROWS);
+        const uint8_t *raw[FROWS];
+        const float *w[FROWS];
+        for (int i = 0; i < FROWS; i++) raw[i] = p->data + (r + (i < n_rows ? i : 0)) * p->w->row_bytes;
+        if (format != QRT_F32 && p->n == 1) {
+            float y[FROWS];
+            dot_one(format, FROWS, raw, p->xf + p->x_rows[0] * p->x_ld, cols, y);
+            store_row(p, 0, r, y, n_rows);
+            continue;
+        }
+        for (int i = 0; i < FROWS; i++) {
+            w[i] = (const float *)raw[i];
+            if (format == QRT_F32) continue;
+            float *to = (float *)scratch + i * cols;
+            widen(format, raw[i], to, cols);
+            w[i] = to;
+        }
+        for (int64_t t = 0; t < p->n; t += FTILE) {
+            float y[FTILE][FROWS];
+            const float *x[FTILE];
+            const int m = (int)(p->n - t < FTILE ? p->n - t : FTILE);
+            for (int i = 0; i < m; i++) x[i] = p->xf + p->x_rows[t + i] * p->x_ld;
+            if (m == 3) dot_tile(FROWS, 3, w, x, cols, y);
+            else if (m == 2) dot_tile(FROWS, 2, w, x, cols, y);
+            else dot_tile(FROWS, 1, w, x, cols, y);
+            for (int i = 0; i < m; i++) store_row(p, t + i, r, y[i], n_rows);
+        }
+    }
+}
+#define X(NAME, name, ...)                                                                         \
+    static void product_##name(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {   \
+        product_float(QRT_##NAME, p, row0, rows, scratch);                                         \
+    }
+QRT_FLOAT_FORMATS(X)
+#undef X
+
+static const product_fn products[QRT_N_FORMATS] = {
+#define X(NAME, name, ...) [QRT_##NAME] = product_##name,
+    QRT_FLOAT_FORMATS(X) QRT_QUANT_FORMATS(X)
+#undef X
+};
+
+// ---------------------------------------------------------------- ops
+// x rows that stay in cache while all weights pass by; a multiple of the tiles.
+static int64_t x_block(const qrt_tensor *w, int64_t n) {
+    const int64_t bytes = w->cols * (w->format <= QRT_BF16 ? 4 : 1);
+    int64_t rows = X_BYTES / bytes / 12 * 12;
+    rows = rows < 24 ? 24 : rows > 252 ? 252 : rows;
+    return n < rows ? n : rows;
+}
+
+// scratch: [identity rows] then the product's own
+static void op_linear(const qrt_op *op, const qrt_ctx *c) {
+    const int64_t n = qrt_rows(op, c);
+    int32_t *identity = (int32_t *)c->scratch;
+    for (int64_t i = 0; i < n; i++) identity[i] = (int32_t)i;
+    uint8_t *own = c->scratch + ((n * 4 + 63) & ~(int64_t)63);
+    int64_t first = 0;
+    int64_t piece = qrt_take(c);
+    for (int i = 0; i < op->n_parts; i++) {
+        const qrt_part *part = &op->parts[i];
+        const qrt_tensor *w = &part->w;
+        const int64_t step = x_block(w, n), row_pieces = (w->rows + PIECE - 1) / PIECE;
+        const int64_t pieces = row_pieces * (step ? (n + step - 1) / step : 0);
+        for (; piece < first + pieces; piece = qrt_take(c)) {
+            const int64_t x0 = (piece - first) / row_pieces * step, r0 = (piece - first) % row_pieces * PIECE;
+            const product p = {.w = w,
+                               .data = w->data,
+                               .scale = w->scale ? w->scale[0] : 1,
+                               .x = &op->quant,
+                               .xf = op->in[0].ptr,
+                               .x_ld = op->in[0].ld,
+                               .x_rows = identity + x0,
+                               .out_rows = identity + x0,
+                               .n = n - x0 < step ? n - x0 : step,
+                               .out = part->out.ptr,
+                               .ld = part->out.ld,
+                               .residual = part->residual};
+            products[w->format](&p, r0, w->rows - r0 < PIECE ? w->rows - r0 : PIECE, own);
+        }
+        first += pieces;
+    }
+}
+
+// n[0]: experts used by a row; n[1]: 1 if x has a row for each chosen expert, 0 if they share the row.
+// scratch: counts [experts + 1], order [T * used], x rows [T * used], then the product's own
+static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
+    const int64_t used = op->n[0], entries = qrt_rows(op, c) * used, experts = op->parts[0].w.experts;
+    int32_t *start = (int32_t *)c->scratch, *order = start + experts + 1, *x_rows = order + entries;
+    uint8_t *own = c->scratch + (((experts + 1 + 2 * entries) * 4 + 63) & ~(int64_t)63);
+    const qrt_view *route = &op->in[1];
+    // Entries grouped by expert: counting sort, in order of rows.
+    memset(start, 0, (size_t)(experts + 1) * sizeof *start);
+    for (int64_t e = 0; e < entries; e++)
+        start[(int64_t)route->ptr[e / used * route->ld + e % used] + 1]++;
+    for (int64_t e = 0; e < experts; e++) start[e + 1] += start[e];
+    for (int64_t e = 0; e < entries; e++) {
+        int32_t *at = &start[(int64_t)route->ptr[e / used * route->ld + e % used]];
+        order[*at] = (int32_t)e;
+        x_rows[(*at)++] = (int32_t)(op->n[1] ? e : e / used);
+    }
+    int64_t first = 0, piece = qrt_take(c);
+    for (int i = 0; i < op->n_parts; i++) {
+        const qrt_part *part = &op->parts[i];
+        const qrt_tensor *w = &part->w;
+        const int64_t row_pieces = (w->rows + PIECE - 1) / PIECE;
+        for (int64_t e = 0, lo = 0; e < experts; e++) { // start[e] is the end of e's entries by now
+            const int64_t hi = start[e], step = x_block(w, hi - lo);
+            const int64_t pieces = step ? row_pieces * ((hi - lo + step - 1) / step) : 0;
+            for (; piece < first + pieces; piece = qrt_take(c)) {
+                const int64_t x0 = lo + (piece - first) / row_pieces * step;
+                const int64_t r0 = (piece - first) % row_pieces * PIECE;
+                const product p = {.w = w,
+                                   .data = w->data + e * w->expert_bytes,
+                                   .scale = w->scale ? w->scale[e] : 1,
+                                   .x = &op->quant,
+                                   .xf = op->in[0].ptr,
+                                   .x_ld = op->n[1] ? w->cols : op->in[0].ld,
+                                   .x_rows = x_rows + x0,
+                                   .out_rows = order + x0,
+                                   .n = hi - x0 < step ? hi - x0 : step,
+                                   .out = part->out.ptr,
+                                   .ld = w->rows};
+                products[w->format](&p, r0, w->rows - r0 < PIECE ? w->rows - r0 : PIECE, own);
+            }
+            first += pieces;
+            lo = hi;
+        }
+    }
+}
+
+// out = sum over the chosen experts, in list order, of weight * in[0]'s piece; in[0]: [T, used * width].
+static void op_moe_sum(const qrt_op *op, const qrt_ctx *c) {
+    const int64_t used = op->n[0], width = op->out.dim;
+    int64_t lo, hi;
+    qrt_share(c, qrt_rows(op, c), &lo, &hi);
+    for (int64_t t = lo; t < hi; t++) {
+        const float *y = op->in[0].ptr + t * op->in[0].ld;
+        const float *weight = op->in[1].ptr + t * op->in[1].ld + used;
+        float *out = op->out.ptr + t * op->out.ld;
+        for (int64_t i = 0; i < width; i++) out[i] = weight[0] * y[i];
+        for (int64_t j = 1; j < used; j++)
+            for (int64_t i = 0; i < width; i++) out[i] += weight[j] * y[j * width + i];
+    }
+}
+
+static void op_quantize(const qrt_op *op, const qrt_ctx *c) {
+    const int64_t blocks = op->quant.cols / 32, per_row = op->in[0].dim / op->quant.cols * blocks;
+    int64_t lo, hi;
+    qrt_share(c, qrt_rows(op, c) * per_row, &lo, &hi);
+    for (int64_t i = lo; i < hi; i++) {
+        const float *x = op->in[0].ptr + i / per_row * op->in[0].ld + i % per_row * 32;
+        quantize_block32(x, &op->quant, i / blocks, i % blocks);
+    }
+}
+
+// Independent chains of the level's int8 multiply-add, as in dot_group without its loads.
+static double int8_peak(void) {
+    enum { N = 200000, CHAINS = 12 };
+    _Alignas(64) uint8_t zero[64] = {0};
+    __asm__ volatile("" : : "r"(zero) : "memory");
+#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
+    __m512i a[CHAINS], w = _mm512_loadu_si512(zero), b = w;
+    for (int j = 0; j < CHAINS; j++) a[j] = w;
+    for (int i = 0; i < N; i++)
+#    pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) {
+            a[j] = _mm512_dpbusd_epi32(a[j], w, b);
+            __asm__ volatile("" : "+v"(a[j]));
+        }
+    return 128.0 * N * CHAINS;
+#elif defined(QRT_LEVEL_AVX2)
+    __m256i a[CHAINS], w = _mm256_loadu_si256((const __m256i *)zero), b = w;
+    for (int j = 0; j < CHAINS; j++) a[j] = w;
+    for (int i = 0; i < N; i++)
+#    pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) {
+            a[j] = _mm256_add_epi16(a[j], _mm256_maddubs_epi16(w, b));
+            __asm__ volatile("" : "+x"(a[j]));
+        }
+    return 64.0 * N * CHAINS;
+#elif defined(QRT_LEVEL_NEON)
+    int32x4_t a[CHAINS];
+    int8x16_t w = vld1q_s8((const int8_t *)zero);
+    for (int j = 0; j < CHAINS; j++) a[j] = vdupq_n_s32(0);
+    for (int i = 0; i < N; i++)
+#    pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) {
+            a[j] = vdotq_s32(a[j], w, w);
+            __asm__ volatile("" : "+w"(a[j]));
+        }
+    return 32.0 * N * CHAINS;
+#else
+    int32_t a = 0;
+    for (int i = 0; i < N; i++) {
+        a += (int8_t)zero[i & 63] * (int8_t)zero[(i + 1) & 63];
+        __asm__ volatile("" : "+r"(a));
+    }
+    return 2.0 * N;
+#endif
+}
+
+void QRT_FILL(linear)(qrt_kernels *k) {
+    k->int8_peak = int8_peak;
+    k->op[QRT_LINEAR] = op_linear;
+    k->op[QRT_MOE_LINEAR] = op_moe_linear;
+    k->op[QRT_MOE_SUM] = op_moe_sum;
+    k->op[QRT_QUANTIZE] = op_quantize;
+}

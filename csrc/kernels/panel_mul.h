@@ -1,0 +1,208 @@
+// Products of a packed panel (kernels/panel.h) with quantised rows. For each row of the panel and each x row:
+//     acc += (sum over the groups of a block of 32: s * (q . x)) * d_x - sum over the groups: m * sum_x
+// block after block in column order, so that a result never depends on how many x rows a call has.
+#ifndef QRT_PANEL_MUL_H
+#define QRT_PANEL_MUL_H
+#include "panel.h"
+
+#define NV (NR / QF) // vectors of a panel row group
+
+// x rows of one tile: pointers at the first column of the chunk.
+typedef struct {
+    const int8_t *q;
+    const float *d, *s;
+} xrow;
+
+#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
+#    define TILE 6
+typedef __m512i ilane;
+INLINE qf ilane_float(ilane a) { return _mm512_cvtepi32_ps(a); }
+
+// q: [GROUP / 4][NR][4]
+INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
+                      const xrow *x, int k, ilane out[][NV]) {
+    (void)bits; // BITS 8 is packed unsigned at this level
+#    pragma GCC unroll 8
+    for (int t = 0; t < mr; t++)
+#    pragma GCC unroll 2
+        for (int v = 0; v < NV; v++) out[t][v] = _mm512_setzero_si512();
+#    pragma GCC unroll 8
+    for (int j = 0; j < group / 4; j++) {
+        __m512i w[NV];
+#    pragma GCC unroll 2
+        for (int v = 0; v < NV; v++) w[v] = _mm512_loadu_si512(q + (j * NV + v) * 64);
+#    pragma GCC unroll 8
+        for (int t = 0; t < mr; t++) {
+            int32_t four;
+            memcpy(&four, x[t].q + k + 4 * j, 4);
+            __m512i b = _mm512_set1_epi32(four);
+#    pragma GCC unroll 2
+            for (int v = 0; v < NV; v++) out[t][v] = _mm512_dpbusd_epi32(out[t][v], w[v], b);
+        }
+    }
+}
+#elif defined(QRT_LEVEL_AVX2)
+#    define TILE 4
+typedef __m256i ilane;
+INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
+
+// Sums of pairs stay in int16 for as many steps as cannot overflow it: 2 * 127 * (2^bits - 1) each.
+INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
+                      const xrow *x, int k, ilane out[][NV]) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int steps = group / 4, hold = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+#    pragma GCC unroll 8
+    for (int j0 = 0; j0 < steps; j0 += hold) {
+        __m256i sum[TILE][NV];
+#    pragma GCC unroll 8
+        for (int j = j0; j < j0 + hold && j < steps; j++) {
+            __m256i w[NV];
+#    pragma GCC unroll 2
+            for (int v = 0; v < NV; v++)
+                w[v] = _mm256_loadu_si256((const __m256i *)(q + (j * NV + v) * 32));
+#    pragma GCC unroll 4
+            for (int t = 0; t < mr; t++) {
+                int32_t four;
+                memcpy(&four, x[t].q + k + 4 * j, 4);
+                __m256i b = _mm256_set1_epi32(four), a = _mm256_abs_epi8(b);
+#    pragma GCC unroll 2
+                for (int v = 0; v < NV; v++) {
+                    // Signed weights: |x| * (w with the sign of x); pairs stay below 2^15 as |x| <= 127.
+                    __m256i p = bits == 8 ? _mm256_maddubs_epi16(a, _mm256_sign_epi8(w[v], b))
+                                          : _mm256_maddubs_epi16(w[v], b);
+                    sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
+                }
+            }
+        }
+#    pragma GCC unroll 4
+        for (int t = 0; t < mr; t++)
+#    pragma GCC unroll 2
+            for (int v = 0; v < NV; v++) {
+                __m256i i = _mm256_madd_epi16(sum[t][v], ones);
+                out[t][v] = j0 == 0 ? i : _mm256_add_epi32(out[t][v], i);
+            }
+    }
+}
+#elif defined(QRT_LEVEL_NEON)
+#    define TILE 4
+typedef int32x4_t ilane;
+INLINE qf ilane_float(ilane a) { return vcvtq_f32_s32(a); }
+
+INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
+                      const xrow *x, int k, ilane out[][NV]) {
+    (void)bits; // all of them fit signed bytes
+    for (int t = 0; t < mr; t++)
+        for (int v = 0; v < NV; v++) out[t][v] = vdupq_n_s32(0);
+    for (int j = 0; j < group / 4; j++)
+        for (int t = 0; t < mr; t++) {
+            int32_t four;
+            memcpy(&four, x[t].q + k + 4 * j, 4);
+            int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
+#    pragma GCC unroll 4
+            for (int v = 0; v < NV; v++)
+                out[t][v] = vdotq_s32(out[t][v], vld1q_s8((const int8_t *)q + (j * NV + v) * 16), b);
+        }
+}
+#else
+#    define TILE 1
+typedef int32_t ilane;
+INLINE qf ilane_float(ilane a) { return (float)a; }
+
+INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
+                      const xrow *x, int k, ilane out[][NV]) {
+    for (int t = 0; t < mr; t++)
+        for (int r = 0; r < NR; r++) {
+            int32_t sum = 0;
+            for (int j = 0; j < group / 4; j++)
+                for (int i = 0; i < 4; i++) {
+                    uint8_t w = q[(j * NR + r) * 4 + i];
+                    sum += (bits == 8 ? (int8_t)w : w) * x[t].q[k + 4 * j + i];
+                }
+            out[t][r] = sum;
+        }
+}
+#endif
+
+#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
+#    define HAS_MIN(bits) 1
+#else
+#    define HAS_MIN(bits) ((bits) < 8)
+#endif
+
+// acc: mr rows of NR floats
+INLINE void mul_tile(const int bits, const int group, const int mr, const panel *p, int nb,
+                     const xrow *x, float *acc) {
+    const int per = 32 / group;
+    qf a[TILE][NV];
+#pragma GCC unroll 8
+    for (int t = 0; t < mr; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) a[t][v] = qf_load(acc + t * NR + v * QF);
+    for (int b = 0; b < nb; b++) {
+        qf f[TILE][NV];
+#pragma GCC unroll 2
+        for (int g = 0; g < per; g++) {
+            ilane i[TILE][NV];
+            const int64_t at = b * per + g;
+            dot_group(bits, group, mr, p->q + at * group * NR, x, b * 32 + g * group, i);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                qf s = qf_load(p->s + at * NR + v * QF);
+#pragma GCC unroll 8
+                for (int t = 0; t < mr; t++) {
+                    qf y = ilane_float(i[t][v]);
+                    f[t][v] = g == 0 ? qf_mul(y, s) : qf_fma(y, s, f[t][v]);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < mr; t++) {
+            qf d = qf_set1(x[t].d[b]);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) a[t][v] = qf_fma(f[t][v], d, a[t][v]);
+        }
+        if (HAS_MIN(bits)) {
+#pragma GCC unroll 2
+            for (int g = 0; g < per; g++)
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; v++) {
+                    qf m = qf_load(p->m + (b * per + g) * NR + v * QF);
+#pragma GCC unroll 8
+                    for (int t = 0; t < mr; t++)
+                        a[t][v] = qf_fnma(m, qf_set1(x[t].s[b * per + g]), a[t][v]);
+                }
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < mr; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) qf_store(acc + t * NR + v * QF, a[t][v]);
+}
+
+// All n x rows of a call against one chunk of a panel; xs: rows of x at column first_block * 32; acc [n][NR].
+INLINE void mul_panel(const int bits, const int group, const panel *p, int nb, const qrt_quant *x,
+                      const int32_t *xs, int64_t n, int64_t first_block, float *acc) {
+    const int64_t blocks = x->cols / 32, per = 32 / group;
+    const float *sums = group == 32 ? x->s32 : x->s16;
+    for (int64_t t = 0; t < n; t += TILE) {
+        xrow r[TILE];
+        const int m = (int)(n - t < TILE ? n - t : TILE);
+        for (int i = 0; i < m; i++) {
+            const int64_t row = xs[t + i];
+            r[i] = (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
+                          sums + (row * blocks + first_block) * per};
+        }
+        float *to = acc + t * NR;
+        if (m == TILE) mul_tile(bits, group, TILE, p, nb, r, to);
+#if TILE > 1
+        else if (m == 1) mul_tile(bits, group, 1, p, nb, r, to);
+        else if (m == 2) mul_tile(bits, group, 2, p, nb, r, to);
+        else if (m == 3) mul_tile(bits, group, 3, p, nb, r, to);
+#endif
+#if TILE > 4
+        else if (m == 4) mul_tile(bits, group, 4, p, nb, r, to);
+        else mul_tile(bits, group, 5, p, nb, r, to);
+#endif
+    }
+}
+#endif

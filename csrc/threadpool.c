@@ -1,0 +1,166 @@
+// Threads that spin for the next piece of work for a short while and then sleep on a futex-like condition.
+#define _GNU_SOURCE
+#include "qrt.h"
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#if defined(__x86_64__)
+#    include <immintrin.h>
+#    define PAUSE() _mm_pause()
+#elif defined(__aarch64__)
+#    define PAUSE() __asm__ volatile("yield")
+#else
+#    define PAUSE() ((void)0)
+#endif
+#include <sched.h>
+
+// Spins before a waiting worker sleeps: a few tens of microseconds, longer than the gap between the steps of one
+// sequence costs on an idle machine would waste a core that the caller's own Python code needs.
+#define SPINS_BEFORE_SLEEP 4000
+// A barrier whose partner was descheduled gives its core away after so many spins.
+#define SPINS_BEFORE_YIELD 20000
+
+struct qrt_pool {
+    int threads; // the caller included
+    pthread_t *handles;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    void (*fn)(void *, int, int);
+    void *arg;
+    void *scratch;
+    size_t scratch_bytes;
+    _Alignas(64) atomic_uint generation; // goes up by one for each piece of work
+    _Alignas(64) atomic_int finished;
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_uint phase;
+    atomic_int stop;
+};
+
+typedef struct {
+    qrt_pool *pool;
+    int thread;
+} worker_arg;
+
+static void *worker(void *p) {
+    worker_arg a = *(worker_arg *)p;
+    free(p);
+    qrt_pool *pool = a.pool;
+    unsigned seen = 0;
+    for (;;) {
+        int spins = 0;
+        while (atomic_load_explicit(&pool->generation, memory_order_acquire) == seen) {
+            if (++spins < SPINS_BEFORE_SLEEP) {
+                PAUSE();
+                continue;
+            }
+            pthread_mutex_lock(&pool->lock);
+            while (atomic_load(&pool->generation) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
+            pthread_mutex_unlock(&pool->lock);
+        }
+        seen++;
+        if (atomic_load(&pool->stop)) return NULL;
+        pool->fn(pool->arg, a.thread, pool->threads);
+        atomic_fetch_add_explicit(&pool->finished, 1, memory_order_release);
+    }
+}
+
+static void wait_until_equal(atomic_int *value, int want) {
+    for (int spins = 0; atomic_load_explicit(value, memory_order_acquire) != want; spins++) {
+        if (spins < SPINS_BEFORE_YIELD) {
+            PAUSE();
+        } else {
+            sched_yield();
+        }
+    }
+}
+
+static void publish(qrt_pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    atomic_fetch_add_explicit(&pool->generation, 1, memory_order_release);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+int qrt_pool_create(int threads, qrt_pool **out) {
+    if (threads < 1) return QRT_BAD_ARGUMENT;
+    qrt_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
+    if (!pool) return QRT_NO_MEMORY;
+    memset(pool, 0, sizeof *pool);
+    pool->threads = 1;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    pool->handles = calloc((size_t)threads, sizeof *pool->handles);
+    int status = pool->handles ? QRT_OK : QRT_NO_MEMORY;
+    for (int i = 1; i < threads && status == QRT_OK; i++) {
+        worker_arg *a = malloc(sizeof *a);
+        if (!a) {
+            status = QRT_NO_MEMORY;
+            break;
+        }
+        *a = (worker_arg){pool, i};
+        if (pthread_create(&pool->handles[i], NULL, worker, a)) {
+            free(a);
+            status = QRT_THREAD_FAILED;
+            break;
+        }
+        pool->threads++;
+    }
+    if (status != QRT_OK) {
+        qrt_pool_destroy(pool);
+        return status;
+    }
+    *out = pool;
+    return QRT_OK;
+}
+
+void qrt_pool_destroy(qrt_pool *pool) {
+    if (!pool) return;
+    atomic_store(&pool->stop, 1);
+    publish(pool);
+    for (int i = 1; i < pool->threads; i++) pthread_join(pool->handles[i], NULL);
+    pthread_cond_destroy(&pool->wake);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool->handles);
+    free(pool->scratch);
+    free(pool);
+}
+
+void *qrt_pool_scratch(qrt_pool *pool, size_t bytes) {
+    if (bytes > pool->scratch_bytes) {
+        free(pool->scratch);
+        bytes = (bytes + 4095) & ~(size_t)4095;
+        pool->scratch = aligned_alloc(4096, bytes);
+        pool->scratch_bytes = pool->scratch ? bytes : 0;
+    }
+    return pool->scratch;
+}
+
+int qrt_pool_threads(const qrt_pool *pool) { return pool->threads; }
+
+void qrt_pool_run(qrt_pool *pool, void (*fn)(void *, int, int), void *arg) {
+    pool->fn = fn;
+    pool->arg = arg;
+    if (pool->threads > 1) {
+        atomic_store(&pool->finished, 0);
+        publish(pool);
+    }
+    fn(arg, 0, pool->threads);
+    if (pool->threads > 1) wait_until_equal(&pool->finished, pool->threads - 1);
+}
+
+void qrt_pool_barrier(qrt_pool *pool) {
+    if (pool->threads == 1) return;
+    unsigned phase = atomic_load_explicit(&pool->phase, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&pool->arrived, 1, memory_order_acq_rel) == pool->threads - 1) {
+        atomic_store_explicit(&pool->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&pool->phase, phase + 1, memory_order_release);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&pool->phase, memory_order_acquire) == phase; spins++) {
+        if (spins < SPINS_BEFORE_YIELD) {
+            PAUSE();
+        } else {
+            sched_yield();
+        }
+    }
+}

@@ -1,0 +1,53 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Bytes = npt.NDArray[np.uint8]
+_Ints = npt.NDArray[np.int32]
+_Floats = npt.NDArray[np.float32]
+
+def struct_sizes() -> dict[str, int]:
+    """sizeof of the C structs that backends/cpu/lower.py lays out."""
+
+def isa_names() -> list[str]:
+    """Instruction levels of this build, lowest first."""
+
+def isa_levels() -> list[str]:
+    """Levels that this machine and operating system can run."""
+
+def best_isa() -> str:
+    """The highest of isa_levels()."""
+
+def dequantize(isa: str, format: int, data: _Bytes, out: _Floats) -> None:
+    """Expand a row; format is the index in formats.FORMATS order of csrc/blocks.h (float formats first)."""
+
+class Pool:
+    """A pool of ``threads`` threads, the calling one included."""
+
+    threads: int
+    def __init__(self, threads: int) -> None: ...
+    def close(self) -> None: ...
+
+def run(
+    isa: str,
+    pool: Pool,
+    ops: _Bytes,
+    state: _Bytes,
+    tokens: _Ints,
+    positions: _Ints,
+    row_offsets: _Ints,
+    starts: _Ints,
+    slots: _Ints,
+    pages: _Ints,
+    page_width: int,
+    out_rows: _Ints,
+    seconds: npt.NDArray[np.float64] | None,
+) -> int:
+    """One step; returns a status of csrc/qrt.h (0: done)."""
+
+def probe_bandwidth(pool: Pool, mib: int) -> float:
+    """GB/s at which all threads together read memory (fastest of many slices)."""
+
+def probe_int8(isa: str, pool: Pool) -> float:
+    """10^9 int8 operations per second of all threads together, on registers."""

@@ -1,0 +1,144 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, embedsignature=False, binding=False
+"""Thin binding of csrc/: memoryviews in, GIL released, a status out. Typed in _native.pyi."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+
+cdef extern from "qrt.h":
+    ctypedef struct qrt_pool:
+        pass
+    ctypedef struct qrt_op:
+        pass
+    ctypedef struct qrt_part:
+        pass
+    ctypedef struct qrt_state:
+        pass
+    ctypedef struct qrt_batch:
+        int32_t n_rows, n_seqs, n_out, page_width
+        const int32_t *tokens
+        const int32_t *positions
+        const int32_t *row_offsets
+        const int32_t *starts
+        const int32_t *slots
+        const int32_t *pages
+        const int32_t *out_rows
+    ctypedef void (*dequantize_fn)(const uint8_t *, float *, int64_t) noexcept nogil
+    ctypedef struct qrt_kernels:
+        const char *isa
+        dequantize_fn *dequantize
+    const char *const *qrt_isa_names
+    int qrt_isa_usable(const char *) nogil
+    const qrt_kernels *qrt_isa(const char *) nogil
+    int qrt_pool_create(int, qrt_pool **) nogil
+    void qrt_pool_destroy(qrt_pool *) nogil
+    int qrt_run(const qrt_kernels *, qrt_pool *, const qrt_op *, int, const qrt_batch *, const qrt_state *,
+                double *) nogil
+    double qrt_probe_bandwidth(qrt_pool *, int64_t) nogil
+    double qrt_probe_int8(const qrt_kernels *, qrt_pool *) nogil
+
+
+def struct_sizes():
+    return {"op": sizeof(qrt_op), "part": sizeof(qrt_part), "state": sizeof(qrt_state)}
+
+
+def isa_names():
+    names = []
+    cdef int i = 0
+    while qrt_isa_names[i] != NULL:
+        names.append((<bytes>qrt_isa_names[i]).decode())
+        i += 1
+    return names
+
+
+def isa_levels():
+    return [name for name in isa_names() if qrt_isa_usable(name.encode())]
+
+
+def best_isa():
+    return (<bytes>qrt_isa(NULL).isa).decode()
+
+
+cdef const qrt_kernels *_kernels(str isa) except NULL:
+    cdef bytes name = isa.encode()
+    cdef const qrt_kernels *k = qrt_isa(name)
+    if k == NULL:
+        raise ValueError(isa)
+    return k
+
+
+def dequantize(str isa, int format, const uint8_t[::1] data, float[::1] out):
+    cdef const qrt_kernels *k = _kernels(isa)
+    if out.shape[0]:
+        with nogil:
+            k.dequantize[format](&data[0], &out[0], out.shape[0])
+
+
+cdef class Pool:
+    cdef qrt_pool *pool
+    cdef readonly int threads
+
+    def __cinit__(self, int threads):
+        cdef int status = qrt_pool_create(threads, &self.pool)
+        if status:
+            raise MemoryError(f"thread pool: status {status}")
+        self.threads = threads
+
+    def close(self):
+        cdef qrt_pool *pool = self.pool
+        self.pool = NULL
+        with nogil:
+            qrt_pool_destroy(pool)
+
+    def __dealloc__(self):
+        qrt_pool_destroy(self.pool)
+
+
+cdef const int32_t *_ints(const int32_t[::1] a) noexcept:
+    return &a[0] if a.shape[0] else NULL
+
+
+def run(str isa, Pool pool, const uint8_t[::1] ops, const uint8_t[::1] state,
+        const int32_t[::1] tokens, const int32_t[::1] positions, const int32_t[::1] row_offsets,
+        const int32_t[::1] starts, const int32_t[::1] slots, const int32_t[::1] pages, int page_width,
+        const int32_t[::1] out_rows, double[::1] seconds):
+    cdef const qrt_kernels *k = _kernels(isa)
+    cdef qrt_batch batch
+    cdef int n_ops = <int>(ops.shape[0] // <Py_ssize_t>sizeof(qrt_op))
+    cdef double *times = &seconds[0] if seconds is not None else NULL
+    cdef int status
+    if pool.pool == NULL:
+        raise ValueError("the thread pool is closed")
+    batch.n_rows = <int32_t>tokens.shape[0]
+    batch.n_seqs = <int32_t>starts.shape[0]
+    batch.n_out = <int32_t>out_rows.shape[0]
+    batch.page_width = page_width
+    batch.tokens = _ints(tokens)
+    batch.positions = _ints(positions)
+    batch.row_offsets = _ints(row_offsets)
+    batch.starts = _ints(starts)
+    batch.slots = _ints(slots)
+    batch.pages = _ints(pages)
+    batch.out_rows = _ints(out_rows)
+    with nogil:
+        status = qrt_run(k, pool.pool, <const qrt_op *>&ops[0], n_ops, &batch, <const qrt_state *>&state[0], times)
+    return status
+
+
+def probe_bandwidth(Pool pool, int64_t mib):
+    cdef double gb_per_s
+    with nogil:
+        gb_per_s = qrt_probe_bandwidth(pool.pool, mib)
+    if gb_per_s < 0:
+        raise MemoryError(f"no {mib} MiB for the bandwidth probe")
+    return gb_per_s
+
+
+def probe_int8(str isa, Pool pool):
+    cdef const qrt_kernels *k = _kernels(isa)
+    cdef double gops
+    with nogil:
+        gops = qrt_probe_int8(k, pool.pool)
+    return gops
+
+
+include "_native_sampler.pxi"

@@ -1,0 +1,178 @@
+"""The CPU backend: one C call per step on a thread pool, weights read where the file is mapped."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import _native
+from ...config import environment
+from ...cpu_count import usable_threads
+from ...errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
+from ...model.program import Program
+from ..base import Batch, Float, Int, Limits, StepReport
+from .lower import Lowered, lower
+from .structs import STATE
+
+
+class CpuBackend:
+    """Opens the kernels of one instruction level. ``isa`` None: QWEN35RT_ISA, else the best of this machine.
+
+    ``threads`` None: QWEN35RT_THREADS, else the cores that this process may use. Raises BackendUnavailable for a
+    level that this build or machine lacks.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        isa = isa or environment().isa or _native.best_isa()
+        if isa not in _native.isa_names():
+            raise ConfigError(f"QWEN35RT_ISA: no instruction level {isa!r}; known: {', '.join(_native.isa_names())}")
+        if isa not in _native.isa_levels():
+            raise BackendUnavailable(
+                f"this machine cannot run the instruction level {isa!r} (QWEN35RT_ISA); "
+                f"it has: {', '.join(_native.isa_levels())}"
+            )
+        self.isa = isa
+        self.threads = usable_threads(threads)
+
+    def compile(self, program: Program, limits: Limits) -> CpuExecutable:
+        """Lay out the step, the workspace and the state pools."""
+        return CpuExecutable(program, limits, self.isa, self.threads)
+
+
+class CpuExecutable:
+    """A program with its workspace, pools and threads. Not for use by two threads at once."""
+
+    def __init__(self, program: Program, limits: Limits, isa: str, threads: int, fuse: bool = True) -> None:
+        self.program, self.limits, self.isa = program, limits, isa
+        self.profile = False
+        self._fuse = fuse
+        self._lowered: dict[bool, Lowered] = {}
+        s = program.state
+        kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
+        try:
+            self._k = np.zeros(kv_shape, np.uint16)
+            self._v = np.zeros(kv_shape, np.uint16)
+            self._delta = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32)
+            self._conv = np.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32)
+            self._pool = _native.Pool(threads)
+        except MemoryError as e:
+            raise OutOfMemory(f"no memory for the state pools ({limits}); lower the context or the slots") from e
+        state = np.zeros((), STATE)
+        for name, array in (("k", self._k), ("v", self._v), ("delta", self._delta), ("conv", self._conv)):
+            state[name] = array.ctypes.data
+        state["n_pages"], state["page_tokens"] = limits.pages, limits.page_tokens
+        for name in ("kv_heads", "head_dim", "attention_layers", "delta_layers", "v_heads", "d", "channels"):
+            state[name] = getattr(s, name)
+        state["conv_kernel"] = s.conv_kernel
+        self._state = state.reshape(1).view(np.uint8).reshape(-1)
+
+    @property
+    def threads(self) -> int:
+        """Threads that work on a step."""
+        return self._pool.threads
+
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
+        """One step; see Executable.run."""
+        check_batch(batch, self.limits, self.program.n_vocab)
+        lowered = self._get_lowered(self._fuse and not keep)
+        unknown = [name for name in keep if name not in lowered.values]
+        if unknown:
+            raise BackendError(f"the program has no value named {unknown[0]!r}")
+        seconds = np.zeros(len(lowered.op_kinds)) if self.profile else None
+        start = time.perf_counter()
+        status = _native.run(
+            self.isa,
+            self._pool,
+            lowered.ops,
+            self._state,
+            batch.tokens,
+            batch.positions.reshape(-1),
+            batch.row_offsets,
+            batch.starts,
+            batch.slots,
+            batch.pages.reshape(-1),
+            batch.pages.shape[1],
+            batch.out_rows,
+            seconds,
+        )
+        if status:
+            raise OutOfMemory("no memory for the scratch of a step") if status == 1 else BackendError(f"status {status}")
+        op_seconds: dict[str, float] = defaultdict(float)
+        if seconds is not None:
+            for kind, spent in zip(lowered.op_kinds, seconds, strict=True):
+                op_seconds[kind] += float(spent)
+        values = {}
+        for name in keep:
+            gathered = any(v.gathered for v in self.program.values if v.name == name)
+            values[name] = lowered.values[name][: len(batch.out_rows) if gathered else len(batch.tokens)].copy()
+        report = StepReport(
+            {"cpu": len(self.program.ops)}, time.perf_counter() - start, len(batch.tokens), dict(op_seconds), values
+        )
+        return lowered.logits[: len(batch.out_rows)], report
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the recurrent state of a slot."""
+        self._delta[target] = self._delta[source]
+        self._conv[target] = self._conv[source]
+
+    def read_slot(self, slot: int) -> tuple[Float, Float]:
+        """Copies of the recurrent state of a slot; see Executable.read_slot."""
+        return self._delta[slot].copy(), self._conv[slot].copy()
+
+    def close(self) -> None:
+        """Stop the threads and release workspace and pools."""
+        self._pool.close()
+        self._lowered.clear()
+        empty = np.zeros(0, np.float32)
+        self._k = self._v = np.zeros(0, np.uint16)
+        self._delta = self._conv = empty
+
+    def _get_lowered(self, fuse: bool) -> Lowered:
+        if fuse not in self._lowered:
+            try:
+                self._lowered[fuse] = lower(self.program, self.limits, fuse)
+            except MemoryError as e:
+                raise OutOfMemory(f"no memory for the workspace ({self.limits}); lower the rows of a step") from e
+        return self._lowered[fuse]
+
+
+def check_batch(batch: Batch, limits: Limits, n_vocab: int) -> None:
+    """The C side trusts a batch: everything that it uses as an index is checked here. Raises BackendError."""
+    t, seqs = len(batch.tokens), len(batch.starts)
+    arrays: tuple[tuple[str, Int, tuple[int, ...]], ...] = (
+        ("tokens", batch.tokens, (t,)),
+        ("positions", batch.positions, (3, t)),
+        ("row_offsets", batch.row_offsets, (seqs + 1,)),
+        ("starts", batch.starts, (seqs,)),
+        ("slots", batch.slots, (seqs,)),
+        ("pages", batch.pages, (seqs, batch.pages.shape[-1])),
+        ("out_rows", batch.out_rows, (len(batch.out_rows),)),
+    )
+    for name, array, shape in arrays:
+        if array.dtype != np.int32 or array.shape != shape or not array.flags.c_contiguous:
+            raise BackendError(f"batch.{name}: need contiguous int32 {shape}, got {array.dtype} {array.shape}")
+    if not 0 < t <= limits.rows or len(batch.out_rows) > limits.out_rows:
+        raise BackendError(f"a step of {t} rows, {len(batch.out_rows)} of them wanted, does not fit {limits}")
+    counts = np.diff(batch.row_offsets)
+    if batch.row_offsets[0] != 0 or batch.row_offsets[-1] != t or (counts < 1).any():
+        raise BackendError("batch.row_offsets: must rise from 0 to the number of rows")
+    if len(set(batch.slots.tolist())) != seqs or not _within(batch.slots, limits.slots):
+        raise BackendError("batch.slots: must differ and be below the number of slots")
+    if not _within(batch.tokens, n_vocab) or not _within(batch.out_rows, t) or (batch.starts < 0).any():
+        raise BackendError("batch: a token, wanted row or start is out of range")
+    used_pages = -(-(batch.starts + counts) // limits.page_tokens)
+    if used_pages.max() > batch.pages.shape[1]:
+        raise BackendError("batch.pages: too few pages for the rows of the step")
+    for row, used in zip(batch.pages, used_pages, strict=True):
+        if not _within(row[:used], limits.pages):
+            raise BackendError("batch.pages: a page number is out of range")
+
+
+def _within(numbers: npt.NDArray[np.int32], limit: int) -> bool:
+    return not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < limit)
