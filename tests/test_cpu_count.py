@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen35rt.cpu_count import CpuCount, thread_count, usable_cpus
+from qwen35rt.cpu_count import CpuCount, usable_threads, usable_cpus
 from qwen35rt.errors import ConfigError
 
 
@@ -89,19 +89,19 @@ def test_b87_nothing_readable(tmp_path: Path) -> None:
 def test_b87_a_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = v2(machine(tmp_path), {"/a": "200000 100000"}, "/a")
     monkeypatch.delenv("QWEN35RT_THREADS", raising=False)
-    assert thread_count(None, root) <= 2
+    assert usable_threads(None, root) <= 2
     monkeypatch.setenv("QWEN35RT_THREADS", "5")
-    assert thread_count(None, root) == 5
-    assert thread_count(7, root) == 7
+    assert usable_threads(None, root) == 5
+    assert usable_threads(7, root) == 7
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "2000"])
 def test_b87_setting_that_makes_no_sense(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QWEN35RT_THREADS", value)
     with pytest.raises(ConfigError, match="QWEN35RT_THREADS"):
-        thread_count()
+        usable_threads()
     with pytest.raises(ConfigError, match="threads"):
-        thread_count(value)
+        usable_threads(value)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")

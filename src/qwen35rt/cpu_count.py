@@ -40,7 +40,7 @@ def usable_cpus(root: Path = Path("/"), affinity: int | None = None) -> CpuCount
     return CpuCount(affinity, max(1, min(quotas)) if quotas else None, _physical_cores(root))
 
 
-def thread_count(asked: int | str | None = None, root: Path = Path("/")) -> int:
+def usable_threads(asked: int | str | None = None, root: Path = Path("/")) -> int:
     """Threads to use: the caller's number, else QWEN35RT_THREADS, else what the machine allows.
 
     Raises ConfigError for anything but a whole number from 1 to 1024.

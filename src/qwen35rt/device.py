@@ -7,8 +7,6 @@ import importlib.util
 from dataclasses import dataclass
 
 from .backends.base import Backend
-from .config import environment
-from .cpu_count import thread_count
 from .errors import BackendUnavailable, ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
@@ -20,6 +18,16 @@ class Choice:
 
     backend: Backend
     reason: str
+    threads: int = 1
+    isa: str | None = None  # CPU only
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        where = self.backend.name
+        if self.isa is not None:
+            where += f" ({self.isa}, {self.threads} {'thread' if self.threads == 1 else 'threads'})"
+        return f"device {where}: {self.reason}"
 
 
 def choose_device(device: str = "auto", threads: int | None = None, isa: str | None = None) -> Choice:
@@ -41,7 +49,8 @@ def choose_device(device: str = "auto", threads: int | None = None, isa: str | N
     reason = "asked for" if device == "cpu" else f"cuda does not work here: {cuda_problem()}"
     from .backends.cpu.backend import CpuBackend
 
-    return Choice(CpuBackend(threads=thread_count(threads), isa=isa or environment().isa), reason)
+    backend = CpuBackend(threads=threads, isa=isa)
+    return Choice(backend, reason, backend.threads, backend.isa)
 
 
 def cuda_problem() -> str:
