@@ -1,4 +1,4 @@
-"""Every limit, default and environment name of the package, as frozen dataclasses. Nothing else reads the environment."""
+"""Every limit, default and environment name of the package. Nothing else reads the environment."""
 
 from __future__ import annotations
 

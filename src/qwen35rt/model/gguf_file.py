@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ..config import FILE_LIMITS
 from ..errors import ModelFileError
@@ -27,30 +27,38 @@ _PREFAULT_BYTES = 64 << 20
 class Metadata(Mapping[str, Any]):
     """The keys of a file. Scalars are int, float, bool or str; arrays are lists, decoded anew at each access."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part | None) -> None:
         self._part = part
+        self._values: dict[str, Any] = {} if part is None else part.values
 
     def __getitem__(self, key: str) -> Any:
-        value = self._part.values[key]
-        return self._part.decode(key, value) if isinstance(value, ArrayRef) else value
+        value = self._values[key]
+        return self._part.decode(key, value) if isinstance(value, ArrayRef) and self._part is not None else value
 
     def __contains__(self, key: object) -> bool:
-        return key in self._part.values
+        return key in self._values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._part.values)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._part.values)
+        return len(self._values)
+
+    def stored(self, key: str) -> Any:
+        """The value as it is kept: arrays undecoded, None for an absent key."""
+        return self._values.get(key)
 
     def array_length(self, key: str) -> int | None:
         """Entries of an array, without decoding it; None if the key is absent or no array."""
-        value = self._part.values.get(key)
+        value = self._values.get(key)
         return value.count if isinstance(value, ArrayRef) else None
 
 
 class GgufFile:
-    """An open model file. Tensor data are views of the map and stay valid after ``close`` while they are referenced."""
+    """An open model file. ``tensors`` are in the order of the file, ``file_bytes`` counts all parts.
+
+    Tensor data are views of the map and stay valid after ``close`` for as long as they are referenced.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = list(parts)
@@ -66,8 +74,9 @@ class GgufFile:
                 self.tensors[name] = tensor
 
     def close(self) -> None:
-        """Drop the maps. The memory is unmapped when the last tensor view is gone."""
+        """Drop keys and tensors. The memory is unmapped when the last tensor view is gone."""
         self._parts.clear()
+        self.metadata = Metadata(None)
         self.tensors = {}
 
     def __enter__(self) -> GgufFile:
@@ -121,34 +130,43 @@ class GgufFile:
         return str(value)
 
     def get_ints(
-        self, key: str, default: Sequence[int] | None = None, *, low: int = 0, high: int = 2**31 - 1
+        self,
+        key: str,
+        default: Sequence[int] | None = None,
+        *,
+        count: int | None = None,
+        low: int = 0,
+        high: int = 2**31 - 1,
     ) -> list[int]:
-        """An array of integers of any stored width, each from ``low`` to ``high`` inclusive."""
-        return [self._int(key, v, low, high) for v in self._list(key, default)]
+        """An array of integers of any stored width, each from ``low`` to ``high`` inclusive; ``count``: its length."""
+        return [self._int(key, v, low, high) for v in self._list(key, default, count)]
 
-    def get_bools(self, key: str, default: Sequence[bool] | None = None) -> list[bool]:
-        """An array of booleans."""
-        return self._uniform(key, self._list(key, default), bool, "an array of booleans is needed")
+    def get_bools(self, key: str, default: Sequence[bool] | None = None, *, count: int | None = None) -> list[bool]:
+        """An array of booleans; ``count``: its length."""
+        return self._uniform(key, self._list(key, default, count), bool, "an array of booleans is needed")
 
-    def get_strs(self, key: str, default: Sequence[str] | None = None) -> list[str]:
-        """An array of strings."""
-        return self._uniform(key, self._list(key, default), str, "an array of strings is needed")
+    def get_strs(self, key: str, default: Sequence[str] | None = None, *, count: int | None = None) -> list[str]:
+        """An array of strings; ``count``: its length."""
+        return self._uniform(key, self._list(key, default, count), str, "an array of strings is needed")
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self._parts[0].values.get(key) if self._parts else None
+        """The stored value; arrays come undecoded."""
+        value = self.metadata.stored(key)
         if value is None:
             if default is None:
                 raise ModelFileError(f"{self.path}: key '{key}' is missing")
             return default
         return value
 
-    def _list(self, key: str, default: Sequence[Any] | None) -> list[Any]:
+    def _list(self, key: str, default: Sequence[Any] | None, count: int | None) -> list[Any]:
         value = self._get(key, default)
-        if isinstance(value, ArrayRef):
-            return self._parts[0].decode(key, value)
-        if value is not default:
+        if default is not None and value is default:
+            return list(value)
+        if not isinstance(value, ArrayRef):
             self._refuse(key, value, "an array is needed")
-        return list(value)
+        if count is not None and value.count != count:
+            self._refuse(key, value, f"{count} are needed")
+        return list(self.metadata[key])
 
     def _uniform(self, key: str, values: list[Any], kind: type, need: str) -> list[Any]:
         if values and not isinstance(values[0], kind):  # the container has one type per array
@@ -162,8 +180,8 @@ class GgufFile:
             self._refuse(key, value, f"an integer from {low} to {high} is needed")
         return int(value)
 
-    def _refuse(self, key: str, value: Any, need: str) -> None:
-        shown = f"an array of {value.count}" if isinstance(value, ArrayRef) else repr(value)
+    def _refuse(self, key: str, value: Any, need: str) -> NoReturn:
+        shown = f"an array of {value.count} values" if isinstance(value, ArrayRef) else repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         raise ModelFileError(f"{self.path}: key '{key}' is {shown}; {need}")
 
@@ -176,8 +194,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
     file = Path(path)
     if file.is_dir():
         file = _model_in(file)
-    elif not file.exists():
-        raise ModelFileError(f"{file}: no such file")
+    if not file.is_file():
+        raise ModelFileError(f"{file}: {'not a regular file' if file.exists() else 'no such file'}")
     part = Part(file, 0)
     if "split.count" not in part.values:
         return GgufFile([part])

@@ -114,8 +114,7 @@ class Part:
             self._key(i, n_keys)
         self.alignment = self._alignment()
         self.tensors: dict[str, TensorInfo] = {}
-        entries = [self._tensor_entry(i, n_tensors) for i in range(n_tensors)]
-        self._place(entries)
+        self._place([self._tensor_entry(i, n_tensors) for i in range(n_tensors)])
 
     def fail(self, text: str) -> NoReturn:
         raise ModelFileError(f"{self.path}: {text}")
@@ -275,25 +274,27 @@ class Part:
 
     def _place(self, entries: list[tuple[str, tuple[int, ...], Format, int, int]]) -> None:
         """Check that the tensors lie inside the file and apart, and make their views."""
-        base = -(-self.pos // self.alignment) * self.alignment
-        last, last_end = "", base
-        for name, _, _, nbytes, offset in sorted(entries, key=lambda e: e[4]):
-            start = base + offset
-            if start < last_end:
-                self.fail(
-                    f"tensors '{last}' and '{name}' overlap: one ends at byte {last_end}, the other starts at {start}"
-                )
-            last, last_end = name, start + nbytes
-        if entries and last_end > self.size:
-            first = min((e for e in entries if base + e[4] + e[3] > self.size), key=lambda e: e[4])
-            self.truncated(
-                f"tensor '{first[0]}' ({first[3]} bytes) ends at byte {base + first[4] + first[3]}; with all tensors "
-                "the file",
-                last_end,
-            )
-        for name, shape, form, nbytes, offset in entries:
-            if name in self.tensors:
+        names: set[str] = set()
+        for name, *_ in entries:
+            if name in names:
                 self.fail(f"tensor '{name}' is there twice")
+            names.add(name)
+        base = -(-self.pos // self.alignment) * self.alignment
+        before, end = "", base
+        by_place = sorted(entries, key=lambda e: e[4])
+        needed = base + max((offset + nbytes for *_, nbytes, offset in entries), default=0)
+        for name, _, _, nbytes, offset in by_place:
+            start = base + offset
+            if start < end:
+                self.fail(
+                    f"tensors '{before}' and '{name}' overlap: one ends at byte {end}, the other starts at {start}"
+                )
+            before, end = name, start + nbytes
+            if end > self.size:
+                self.truncated(
+                    f"tensor '{name}' of {nbytes} bytes ends at byte {end}; with all tensors the file", needed
+                )
+        for name, shape, form, nbytes, offset in entries:
             data = self.bytes[base + offset : base + offset + nbytes]
             self.tensors[name] = TensorInfo(name, shape, form, nbytes, data, self.index)
 

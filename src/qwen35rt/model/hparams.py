@@ -128,9 +128,7 @@ class _Reader:
         key = self.key(name)
         if self.f.metadata.array_length(key) is None:
             return self.count(name, default=default)
-        values = self.f.get_ints(key, low=1, high=_WIDEST)
-        if len(values) != self.n_block:
-            raise self.error(f"key '{key}' has {len(values)} entries, {self.n_block} blocks need one each")
+        values = self.f.get_ints(key, count=self.n_block, low=1, high=_WIDEST)
         if len(set(values)) > 1:
             raise UnsupportedModel(
                 f"{self.f.path}: key '{key}' differs between layers ({sorted(set(values))[:8]}); "
@@ -212,13 +210,11 @@ class _Reader:
         if dim % 2 or dim > head_dim:
             key = self.key("rope.dimension_count")
             raise self.error(f"key '{key}' is {dim}; an even number up to the head size {head_dim} is needed")
-        sections = tuple(self.f.get_ints(self.key("rope.dimension_sections"), low=0, high=_WIDEST))
-        if len(sections) == 3:
-            sections += (0,)
-        if len(sections) != 4 or sections[3] or sum(sections) != dim // 2:
+        sections = tuple(self.f.get_ints(self.key("rope.dimension_sections"), count=4, high=_WIDEST))
+        if sections[3] or sum(sections) != dim // 2:
             key = self.key("rope.dimension_sections")
             raise self.error(
-                f"key '{key}' is {list(sections)[:8]}; four numbers with the sum {dim // 2} "
+                f"key '{key}' is {list(sections)}; four numbers with the sum {dim // 2} "
                 "(half of rope.dimension_count) and the last one 0 are needed"
             )
         return dim, sections
@@ -229,11 +225,7 @@ class _Reader:
         if not self.has(name):
             interval = self.count("full_attention_interval", default=4)
             return tuple((i + 1) % interval == 0 for i in range(n_layer))
-        recurrent = self.f.get_bools(self.key(name))
-        if len(recurrent) != self.n_block:
-            raise self.error(
-                f"key '{self.key(name)}' has {len(recurrent)} entries, {self.n_block} blocks need one each"
-            )
+        recurrent = self.f.get_bools(self.key(name), count=self.n_block)
         if any(recurrent[n_layer:]):
             raise self.error(f"key '{self.key(name)}' calls the MTP block recurrent; it is always full attention")
         return tuple(not r for r in recurrent[:n_layer])

@@ -1,0 +1,358 @@
+"""The specification: every op of the program in NumPy, one at a time. Slow and obvious on purpose.
+
+Owns dequantised copies of the weights and the state pools. Knows no kernels, no fusion and no model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BackendError
+from ..model.program import Op, Program, View
+from .base import Batch, Limits, StepReport
+
+if TYPE_CHECKING:
+    from ..model.weights import QTensor
+
+Array = npt.NDArray[Any]
+L2_EPS = 1e-6
+
+
+class ReferenceBackend:
+    """Compiles programs for NumPy. ``dtype`` float32 or float64 is used for all values, sums and states.
+
+    ``kv_dtype`` is the storage of keys and values (default: ``dtype``; float16 shows what half-precision pages cost).
+    """
+
+    name = "reference"
+
+    def __init__(self, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None) -> None:
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.kv_dtype: np.dtype[Any] = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
+
+    def compile(self, program: Program, limits: Limits) -> ReferenceExecutable:
+        """Allocate the state pools; weights are dequantised when an op first needs them."""
+        return ReferenceExecutable(program, limits, self.dtype, self.kv_dtype)
+
+
+class ReferenceExecutable:
+    """A program with its pools: delta [slots, layers, v_heads, d (value), d (key)], conv [slots, layers, channels,
+    kernel - 1], keys and values [layers, pages, page_tokens, kv_heads, head_dim]."""
+
+    def __init__(self, program: Program, limits: Limits, dtype: np.dtype[Any], kv_dtype: np.dtype[Any]) -> None:
+        self.program, self.limits, self.dtype = program, limits, dtype
+        s = program.state
+        self.delta = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), dtype)
+        self.conv = np.zeros((limits.slots, s.delta_layers, s.channels, max(s.conv_kernel - 1, 0)), dtype)
+        kv = (s.attention_layers, limits.pages, limits.page_tokens, s.kv_heads, s.head_dim)
+        self.keys, self.values = np.zeros(kv, kv_dtype), np.zeros(kv, kv_dtype)
+        self._weights: dict[int, Array] = {}  # by id: the program keeps its tensors alive
+
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Array, StepReport]:
+        """One step: -> logits [N, n_vocab] of the wanted rows in the working precision, and the report.
+
+        Values that are not finite pass through without a warning: finding them is the caller's business.
+        """
+        began = time.perf_counter()
+        check_batch(batch, self.limits)
+        unknown = set(keep) - {v.name for v in self.program.values}
+        if unknown:
+            raise BackendError(f"the program has no value named {sorted(unknown)[0]!r}")
+        for seq in sequences(batch):
+            if seq.start == 0:
+                self.delta[seq.slot] = 0
+                self.conv[seq.slot] = 0
+        made: dict[int, Array] = {}
+        op_seconds: dict[str, float] = {}
+        with np.errstate(all="ignore"):
+            for op in self.program.ops:
+                t0 = time.perf_counter()
+                out = KERNELS[op.kind](self, batch, op, [read_view(made, view) for view in op.ins])
+                if out is not None:
+                    made[op.outs[0].id] = out.reshape(len(out), op.outs[0].width)
+                op_seconds[op.kind] = op_seconds.get(op.kind, 0.0) + time.perf_counter() - t0
+        kept = {v.name: made[v.id].copy() for v in self.program.values if v.name in keep}
+        devices = {"cpu": len(self.program.ops)}
+        report = StepReport(devices, time.perf_counter() - began, len(batch.tokens), op_seconds, kept)
+        return made[self.program.logits.id], report
+
+    def weight(self, tensor: QTensor) -> Array:
+        """The tensor's numbers [rows, cols] or [n_expert, rows, cols]; dequantised once."""
+        if id(tensor) not in self._weights:
+            self._weights[id(tensor)] = tensor.dequantize().astype(self.dtype)
+        return self._weights[id(tensor)]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy a recurrent state."""
+        self._check_slot(source)
+        self._check_slot(target)
+        self.delta[target] = self.delta[source]
+        self.conv[target] = self.conv[source]
+
+    def read_slot(self, slot: int) -> tuple[Array, Array]:
+        """-> delta state [layers, v_heads, d (value), d (key)], conv state [layers, channels, kernel - 1]; copies."""
+        self._check_slot(slot)
+        return self.delta[slot].copy(), self.conv[slot].copy()
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.limits.slots:
+            raise BackendError(f"slot {slot} is not one of the {self.limits.slots} slots")
+
+    def close(self) -> None:
+        """Drop the dequantised weights."""
+        self._weights.clear()
+
+
+# ---------------------------------------------------------------------------------------------- batches and views
+
+
+class SequenceRows(NamedTuple):
+    """One sequence of a batch: its rows of the step, tokens that it had before, its slot and pages."""
+
+    rows: slice
+    start: int
+    slot: int
+    pages: npt.NDArray[np.int32]
+
+
+def sequences(batch: Batch) -> Iterator[SequenceRows]:
+    """The sequences of a batch in order."""
+    for s, (begin, end) in enumerate(zip(batch.row_offsets[:-1], batch.row_offsets[1:], strict=True)):
+        yield SequenceRows(slice(int(begin), int(end)), int(batch.starts[s]), int(batch.slots[s]), batch.pages[s])
+
+
+def check_batch(batch: Batch, limits: Limits) -> None:
+    """Raise BackendError where a batch does not fit the limits or contradicts itself."""
+    n, offsets, count = len(batch.tokens), batch.row_offsets, len(batch.starts)
+    if not 1 <= n <= limits.rows:
+        raise BackendError(f"a step of {n} rows; the limit is {limits.rows} and the least is 1")
+    if len(batch.out_rows) > limits.out_rows:
+        raise BackendError(f"logits of {len(batch.out_rows)} rows are wanted; the limit is {limits.out_rows}")
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != n or np.any(np.diff(offsets) < 1):
+        raise BackendError("row_offsets must rise from 0 to the number of rows, one sequence after the other")
+    if batch.positions.shape != (3, n) or len(batch.slots) != count or len(batch.pages) != count:
+        raise BackendError("positions must be [3, rows]; starts, slots and pages need an entry per sequence")
+    if len(batch.out_rows) and (batch.out_rows.min() < 0 or batch.out_rows.max() >= n):
+        raise BackendError("out_rows names a row that the step does not have")
+    if batch.slots.min() < 0 or batch.slots.max() >= limits.slots or len(set(batch.slots.tolist())) != count:
+        raise BackendError(f"each sequence needs a slot of its own below {limits.slots}")
+    if batch.starts.min() < 0:
+        raise BackendError("a sequence starts before its first token")
+    for seq in sequences(batch):
+        end = seq.start + seq.rows.stop - seq.rows.start
+        used = seq.pages[: -(-end // limits.page_tokens)]
+        if len(used) * limits.page_tokens < end or used.min() < 0 or used.max() >= limits.pages:
+            raise BackendError(f"a sequence of {end} tokens lacks pages or names one that is not below {limits.pages}")
+
+
+def read_view(made: dict[int, Array], view: View) -> Array:
+    """-> [rows, heads, dim]."""
+    columns = view.offset + view.stride * np.arange(view.heads)[:, None] + np.arange(view.dim)
+    return made[view.value.id][:, columns]
+
+
+def places(seq: SequenceRows, first: int, end: int, page_tokens: int) -> tuple[Array, Array]:
+    """Page number and place in it of the sequence's tokens first .. end - 1."""
+    at = np.arange(first, end)
+    return seq.pages[at // page_tokens], at % page_tokens
+
+
+# ---------------------------------------------------------------------------------------------- formulas
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)) without overflow."""
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, e).astype(x.dtype) / (1 + e)
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def softmax(x: Array) -> Array:
+    """Over the last axis."""
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def rms(x: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(eps))
+
+
+# ---------------------------------------------------------------------------------------------- ops
+# Each takes the executable, the batch, the op and its inputs [rows, heads, dim], and returns [rows, ...].
+
+
+def embed(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    table = exe.weight(op.weights[0])
+    if batch.tokens.min() < 0 or batch.tokens.max() >= len(table):
+        raise BackendError(f"a token is not below the vocabulary's size {len(table)}")
+    return table[batch.tokens]
+
+
+def rms_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return rms(ins[0], op.attrs["eps"]) * op.vectors[0].astype(exe.dtype)
+
+
+def linear(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return ins[0][:, 0] @ exe.weight(op.weights[0]).T
+
+
+def rope(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    rot, sections = op.attrs["rot"], op.attrs["sections"]
+    half = rot // 2
+    j = np.arange(half)
+    axis = np.zeros(half, np.intp)  # which of the three positions turns pair j
+    axis[(j % 3 == 1) & (j < 3 * sections[1])] = 1
+    axis[(j % 3 == 2) & (j < 3 * sections[2])] = 2
+    angle = batch.positions[axis].T * op.attrs["theta"] ** (-2.0 * j / rot)  # float64 [T, half]
+    cos, sin = np.cos(angle)[:, None].astype(exe.dtype), np.sin(angle)[:, None].astype(exe.dtype)
+    a, b = ins[0][..., :half], ins[0][..., half:rot]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, ins[0][..., rot:]], -1)
+
+
+def kv_append(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> None:
+    for seq in sequences(batch):
+        count = seq.rows.stop - seq.rows.start
+        page, place = places(seq, seq.start, seq.start + count, exe.limits.page_tokens)
+        exe.keys[op.layer, page, place] = ins[0][seq.rows]
+        exe.values[op.layer, page, place] = ins[1][seq.rows]
+
+
+def attention(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    out = np.empty_like(ins[0])
+    scale = 1 / math.sqrt(ins[0].shape[-1])
+    for seq in sequences(batch):
+        q = ins[0][seq.rows]  # [n, heads, dim]
+        end = seq.start + len(q)
+        page, place = places(seq, 0, end, exe.limits.page_tokens)
+        group = q.shape[1] // op.attrs["kv_heads"]
+        k = exe.keys[op.layer, page, place].astype(exe.dtype).repeat(group, 1).transpose(1, 2, 0)  # [heads, dim, end]
+        v = exe.values[op.layer, page, place].astype(exe.dtype).repeat(group, 1).transpose(1, 0, 2)  # [heads, end, dim]
+        scores = q.transpose(1, 0, 2) @ k * exe.dtype.type(scale)
+        later = np.arange(end) > np.arange(seq.start, end)[:, None]
+        scores[:, later] = -np.inf
+        out[seq.rows] = (softmax(scores) @ v).transpose(1, 0, 2)
+    return out
+
+
+def sigmoid_mul(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return ins[0] * sigmoid(ins[1])
+
+
+def conv1d_silu(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    x = ins[0][:, 0]
+    w = op.vectors[0].astype(exe.dtype)  # [channels, kernel], last tap newest
+    taps = w.shape[1]
+    out = np.empty_like(x)
+    for seq in sequences(batch):
+        state = exe.conv[seq.slot, op.layer]  # [channels, kernel - 1], oldest first
+        past = np.concatenate([state.T, x[seq.rows]])
+        n = len(past) - (taps - 1)
+        out[seq.rows] = silu(np.asarray(sum(past[i : i + n] * w[:, i] for i in range(taps))))
+        state[:] = past[n:].T
+    return out
+
+
+def delta_gates(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    a, b = ins[0][:, 0], ins[1][:, 0]
+    dt_bias, a_neg = (v.astype(exe.dtype) for v in op.vectors)
+    g = np.logaddexp(exe.dtype.type(0), a + dt_bias) * a_neg
+    return np.concatenate([g, sigmoid(b)], -1)
+
+
+def l2_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    x = ins[0]
+    root = np.sqrt((x * x).sum(-1, keepdims=True) + exe.dtype.type(L2_EPS))
+    return x / root * exe.dtype.type(op.attrs["scale"])
+
+
+def delta_net(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    q, k, v, gates = ins
+    heads = v.shape[1]
+    key_head = np.arange(heads) % q.shape[1]
+    q, k = q[:, key_head], k[:, key_head]
+    decay, beta = np.exp(gates[:, 0, :heads]), gates[:, 0, heads:]
+    out = np.empty_like(v)
+    for seq in sequences(batch):
+        state = exe.delta[seq.slot, op.layer]  # [heads, d (value), d (key)], updated in place
+        for t in range(seq.rows.start, seq.rows.stop):
+            state *= decay[t][:, None, None]
+            error = v[t] - (state @ k[t][:, :, None])[:, :, 0]
+            state += (beta[t][:, None] * error)[:, :, None] * k[t][:, None, :]
+            out[t] = (state @ q[t][:, :, None])[:, :, 0]
+    return out
+
+
+def gated_rms_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return rms(ins[0], op.attrs["eps"]) * op.vectors[0].astype(exe.dtype) * silu(ins[1])
+
+
+def silu_mul(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return silu(ins[0]) * ins[1]
+
+
+def add(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return ins[0] + ins[1]
+
+
+def moe_route(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    scores = ins[0][:, 0]
+    chosen = np.argsort(-scores, -1, kind="stable")[:, : op.attrs["used"]]
+    weight = softmax(np.take_along_axis(scores, chosen, -1))
+    return np.concatenate([chosen.astype(exe.dtype), weight], -1)
+
+
+def moe_linear(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    used, reduce = op.attrs["used"], op.attrs["reduce"]
+    tensor = op.weights[0]
+    w = exe.weight(tensor).reshape(tensor.n_expert, tensor.rows, tensor.cols)
+    route = ins[1][:, 0]
+    chosen, weight = route[:, :used].astype(np.intp), route[:, used:]
+    x = ins[0][:, 0].reshape(len(route), -1, w.shape[2])  # [T, used or 1, in]
+    x = np.broadcast_to(x, (len(route), used, w.shape[2]))
+    products = np.empty((len(route), used, w.shape[1]), exe.dtype)
+    for expert in np.unique(chosen):
+        at = chosen == expert
+        products[at] = x[at] @ w[expert].T
+    if not reduce:
+        return products
+    total = np.zeros((len(route), w.shape[1]), exe.dtype)
+    for i in range(used):
+        total += weight[:, i, None] * products[:, i]
+    return total
+
+
+def gather_rows(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
+    return ins[0][batch.out_rows]
+
+
+Kernel = Callable[[ReferenceExecutable, Batch, Op, list[Array]], "Array | None"]
+KERNELS: dict[str, Kernel] = {
+    "embed": embed,
+    "rms_norm": rms_norm,
+    "linear": linear,
+    "rope": rope,
+    "kv_append": kv_append,
+    "attention": attention,
+    "sigmoid_mul": sigmoid_mul,
+    "conv1d_silu": conv1d_silu,
+    "delta_gates": delta_gates,
+    "l2_norm": l2_norm,
+    "delta_net": delta_net,
+    "gated_rms_norm": gated_rms_norm,
+    "silu_mul": silu_mul,
+    "add": add,
+    "moe_route": moe_route,
+    "moe_linear": moe_linear,
+    "gather_rows": gather_rows,
+}
