@@ -39,6 +39,15 @@ class TemplateLimits:
 
     fuel: int = 2_000_000  # minijinja instructions
     max_output_bytes: int = 4 << 20
+    max_depth: int = 128  # of lists and objects in messages, tools and other variables
+
+
+@dataclass(frozen=True)
+class TokenizerLimits:
+    """How much text the plain BPE encoder takes before the one that is slow to build replaces it."""
+
+    plain_chars: int = 8_192  # of all texts together
+    plain_word_bytes: int = 128  # of one pre-tokeniser word: its work is quadratic in this
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Environment:
 FILE_LIMITS = FileLimits()
 ENGINE = EngineDefaults()
 TEMPLATE = TemplateLimits()
+TOKENIZER = TokenizerLimits()
 
 
 def environment(source: Mapping[str, str] = os.environ) -> Environment:
