@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ STEPS = ((1, 2, 3, 8, 9),)  # B30's batches, one after the other: 23 rows in all
 EXPERTS = 5
 
 
-def _rng_vector(i: Inputs, *shape: int) -> npt.NDArray[np.float32]:
+def _norm_weight(i: Inputs, *shape: int) -> npt.NDArray[np.float32]:
     return i.rng.normal(1, 0.3, shape).astype(np.float32)
 
 
@@ -92,9 +92,26 @@ def plain_weight_cases() -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------ norms and elementwise ops
 
 
+def _norm_whole(i: Inputs, width: int) -> Value:
+    return i.b.rms_norm(i.normal(width, 3), _norm_weight(i, width), EPS, "y")
+
+
+def _elementwise(i: Inputs, op: str, width: int, other: int) -> Value:
+    x, y = i.normal(width), _spread(i, other)
+    match op:
+        case "add":
+            return i.b.add(x, y, "y")
+        case "silu_mul":
+            return i.b.silu_mul(y, x, "y")
+        case "sigmoid_mul":
+            return i.b.sigmoid_mul(x, y, "y")
+        case _:
+            return x
+
+
 def _head_norm(i: Inputs, scale: float) -> Value:
     x = i.normal(2 * 3 * 20 + 8, scale)  # 3 heads of 20 columns, 40 apart, behind 8 others
-    return i.b.rms_norm(x.view(3, 20, 8, 40), _rng_vector(i, 20), EPS, "y")
+    return i.b.rms_norm(x.view(3, 20, 8, 40), _norm_weight(i, 20), EPS, "y")
 
 
 def _l2(i: Inputs, scale: float) -> Value:
@@ -103,7 +120,7 @@ def _l2(i: Inputs, scale: float) -> Value:
 
 def _gated(i: Inputs, d: int, n: int) -> Value:
     x, z = i.normal(n * d, 0.01), i.normal(n * d, 4)
-    return i.b.gated_rms_norm(x.view(n, d), z.view(n, d), _rng_vector(i, d), EPS, "y")
+    return i.b.gated_rms_norm(x.view(n, d), z.view(n, d), _norm_weight(i, d), EPS, "y")
 
 
 def _gate_columns(i: Inputs) -> Value:
@@ -136,49 +153,39 @@ def _rope(i: Inputs, n: int, dim: int, rot: int, sections: tuple[int, ...]) -> V
     return i.b.rope(i.normal(n * dim).view(n, dim), 1e7, rot, sections, "y")
 
 
-def _view_of(i: Inputs, op: str) -> Value:
+def _fused_silu_mul(i: Inputs) -> Value:
     """silu_mul of two parts of one value, as the gate and up rows of a fused matrix."""
     x = i.normal(2 * 37, 3)
-    return i.b.silu_mul(x.view(1, 37), x.view(1, 37, 37), op)
+    return i.b.silu_mul(x.view(1, 37), x.view(1, 37, 37), "y")
 
 
 def _row_ops() -> Iterator[Case]:
-    def case(op: str, label: str, build: Callable[[Inputs], Value], **more: object) -> Case:
-        return Case(op, label, build, **more)  # type: ignore[arg-type]
-
     for width in (1, 7, 64, 1000):
-        vector = partial(_norm_whole, width=width)
-        yield case("rms_norm", str(width), vector)
-        yield case("add", str(width), lambda i, w=width: i.b.add(i.normal(w), i.normal(w), "y"))
-        yield case("silu_mul", str(width), lambda i, w=width: i.b.silu_mul(_spread(i, w), i.normal(w), "y"))
-        yield case(
-            "sigmoid_mul", f"{width}-row-gate", lambda i, w=width: i.b.sigmoid_mul(i.normal(w), i.normal(1), "y")
-        )
-        yield case("sigmoid_mul", f"{width}-full", lambda i, w=width: i.b.sigmoid_mul(i.normal(w), _spread(i, w), "y"))
-        yield case("gather_rows", str(width), lambda i, w=width: i.normal(w), chunks=((3,), (1,), (5, 6)), every=4)
+        yield Case("rms_norm", str(width), partial(_norm_whole, width=width))
+        for op in ("add", "silu_mul", "sigmoid_mul", "gather_rows"):
+            chunks = ((3,), (1,), (5, 6)) if op == "gather_rows" else ((70,),)
+            build = partial(_elementwise, op=op, width=width, other=width)
+            yield Case(op, str(width), build, chunks=chunks, every=4 if op == "gather_rows" else 1)
+        yield Case("sigmoid_mul", f"{width}-row-gate", partial(_elementwise, op="sigmoid_mul", width=width, other=1))
     for scale in (1e-4, 1.0, 1e3):
-        yield case("rms_norm", f"heads-{scale:g}", partial(_head_norm, scale=scale))
-        yield case("l2_norm", f"heads-{scale:g}", partial(_l2, scale=scale))
-    yield case("silu_mul", "views", partial(_view_of, op="y"))
-    yield case("sigmoid_mul", "gate-columns", _gate_columns)
+        yield Case("rms_norm", f"heads-{scale:g}", partial(_head_norm, scale=scale))
+        yield Case("l2_norm", f"heads-{scale:g}", partial(_l2, scale=scale))
+    yield Case("silu_mul", "views", _fused_silu_mul)
+    yield Case("sigmoid_mul", "gate-columns", _gate_columns)
     for d, n in ((16, 4), (24, 3), (128, 6)):
-        yield case("gated_rms_norm", f"{n}x{d}", partial(_gated, d=d, n=n))
+        yield Case("gated_rms_norm", f"{n}x{d}", partial(_gated, d=d, n=n))
     for bias in (-10, 0, 10):
-        yield case("delta_gates", f"bias{bias}", partial(_gates, bias=bias, n=6), columns=(6,))
+        yield Case("delta_gates", f"bias{bias}", partial(_gates, bias=bias, n=6), columns=(6,))
     for experts, used in ((5, 2), (12, 3), (8, 8), (256, 8)):
         for ties in (False, True):
             label = f"{used}of{experts}{'-ties' if ties else ''}"
-            yield case("moe_route", label, partial(_route, experts=experts, used=used, ties=ties), columns=(used,))
+            yield Case("moe_route", label, partial(_route, experts=experts, used=used, ties=ties), columns=(used,))
     for n, dim, rot, sections in ((2, 32, 8, (2, 1, 1, 0)), (3, 256, 64, (11, 11, 10, 0)), (1, 20, 20, (4, 3, 3, 0))):
         build = partial(_rope, n=n, dim=dim, rot=rot, sections=sections)
         # A float32 angle is as wrong as its last place: that bounds the error at far positions.
-        yield case("rope", f"{n}x{dim}", build, nmse=1e-9)
-        yield case("rope", f"{n}x{dim}-3d", build, nmse=1e-7, far=1000)
-        yield case("rope", f"{n}x{dim}-far", build, nmse=2e-3, far=262_144)
-
-
-def _norm_whole(i: Inputs, width: int) -> Value:
-    return i.b.rms_norm(i.normal(width, 3), _rng_vector(i, width), EPS, "y")
+        yield Case("rope", f"{n}x{dim}", build, nmse=1e-9)
+        yield Case("rope", f"{n}x{dim}-3d", build, nmse=1e-7, far=1000)
+        yield Case("rope", f"{n}x{dim}-far", build, nmse=2e-3, far=262_144)
 
 
 # ------------------------------------------------------------------------------------------ ops with state
@@ -252,7 +259,7 @@ def state_cases() -> Iterator[Case]:
 def _ffn(i: Inputs, fmt: str, width: int, inner: int) -> Value:
     """norm, gate and up, silu_mul, down, residual: the pattern of a dense feed-forward layer."""
     b, x = i.b, i.normal(width)
-    h = b.rms_norm(x, _rng_vector(i, width), EPS, "norm")
+    h = b.rms_norm(x, _norm_weight(i, width), EPS, "norm")
     gate, up = (b.linear(h, random_tensor(i.rng, n, fmt, inner, width), n) for n in ("gate", "up"))
     return b.add(x, b.linear(b.silu_mul(gate, up, "act"), random_tensor(i.rng, "w", fmt, width, inner), "down"), "y")
 

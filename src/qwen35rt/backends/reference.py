@@ -169,7 +169,8 @@ def places(seq: SequenceRows, first: int, end: int, page_tokens: int) -> tuple[A
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)) without overflow."""
     e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, e).astype(x.dtype) / (1 + e)
+    y: Array = np.where(x >= 0, 1, e).astype(x.dtype) / (1 + e)
+    return y
 
 
 def silu(x: Array) -> Array:
@@ -180,12 +181,14 @@ def silu(x: Array) -> Array:
 def softmax(x: Array) -> Array:
     """Over the last axis."""
     e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+    y: Array = e / e.sum(-1, keepdims=True)
+    return y
 
 
 def rms(x: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) over the last axis."""
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(eps))
+    y: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(eps))
+    return y
 
 
 # ---------------------------------------------------------------------------------------------- ops
@@ -200,7 +203,8 @@ def embed(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> A
 
 
 def rms_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
-    return rms(ins[0], op.attrs["eps"]) * op.vectors[0].astype(exe.dtype)
+    y: Array = rms(ins[0], op.attrs["eps"]) * op.vectors[0].astype(exe.dtype)
+    return y
 
 
 def linear(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
@@ -273,7 +277,8 @@ def delta_gates(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]
 def l2_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
     x = ins[0]
     root = np.sqrt((x * x).sum(-1, keepdims=True) + exe.dtype.type(L2_EPS))
-    return x / root * exe.dtype.type(op.attrs["scale"])
+    y: Array = x / root * exe.dtype.type(op.attrs["scale"])
+    return y
 
 
 def delta_net(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
@@ -294,7 +299,8 @@ def delta_net(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) 
 
 
 def gated_rms_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
-    return rms(ins[0], op.attrs["eps"]) * op.vectors[0].astype(exe.dtype) * silu(ins[1])
+    y: Array = rms(ins[0], op.attrs["eps"]) * op.vectors[0].astype(exe.dtype) * silu(ins[1])
+    return y
 
 
 def silu_mul(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
