@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen35rt.cpu_count import CpuCount, usable_threads, usable_cpus
+from qwen35rt.cpu_count import CpuCount, usable_cpus, usable_threads
 from qwen35rt.errors import ConfigError
 
 
@@ -106,6 +106,8 @@ def test_b87_setting_that_makes_no_sense(value: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
 def test_b87_affinity_of_the_process() -> None:
-    code = "import os; os.sched_setaffinity(0, {0}); from qwen35rt.cpu_count import usable_cpus as u; print(u().threads)"
+    code = (
+        "import os; os.sched_setaffinity(0, {0}); from qwen35rt.cpu_count import usable_cpus as u; print(u().threads)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout == "1\n"

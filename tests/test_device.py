@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from typing import Any
@@ -18,10 +19,10 @@ class Driver:
     def __init__(self, init: int, count: int) -> None:
         self.init, self.count = init, count
 
-    def cuInit(self, flags: int) -> int:  # noqa: N802
+    def cuInit(self, flags: int) -> int:
         return self.init
 
-    def cuDeviceGetCount(self, out: Any) -> int:  # noqa: N802
+    def cuDeviceGetCount(self, out: Any) -> int:
         out._obj.value = self.count
         return 0
 
@@ -43,7 +44,7 @@ def test_b90_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(device.ctypes, "CDLL", missing)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(BackendUnavailable, match=r"no NVIDIA driver .*libcuda"):
         device.choose_device("cuda")
 
@@ -54,7 +55,7 @@ def test_b90_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     [(100, 0, "no NVIDIA device"), (999, 0, "cuInit gave 999"), (0, 0, "no NVIDIA device"), (0, 1, "no CUDA backend")],
 )
 def test_b90_driver_state(monkeypatch: pytest.MonkeyPatch, init: int, count: int, text: str) -> None:
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: Driver(init, count))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(init, count))
     with pytest.raises(BackendUnavailable, match=text):
         device.choose_device("cuda")
 

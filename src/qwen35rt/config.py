@@ -31,6 +31,7 @@ class EngineDefaults:
     n_batch: int = 512  # rows of one step: a prefill slice
     page_tokens: int = 64  # tokens of one KV page
     max_tokens: int = 256
+    logits_rows: int = 64  # rows of one step whose logits can be asked for
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many threads this process may really use. Reads /proc and /sys below a root that tests replace; computes nothing else."""
+"""How many threads this process may really use. Reads /proc and /sys below a root that tests replace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CpuCount:
 
 
 def usable_cpus(root: Path = Path("/"), affinity: int | None = None) -> CpuCount:
-    """Read the limits of this process from ``root``/proc and ``root``/sys; ``affinity`` replaces the kernel's answer."""
+    """Read the limits of this process from ``root``/proc and ``root``/sys; ``affinity`` replaces the kernel's."""
     if affinity is None:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quotas = [quota // period for quota, period in _quotas(root)]

@@ -53,20 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     many: dict[str, Any] = {"action": "append", "metavar": "N"}
     parser.add_argument("-m", "--model", action="append", metavar="PATH", help="GGUF file; can be repeated")
-    parser.add_argument("-hf", "--hf-repo", action="append", metavar="USER/REPO[:QUANT]", help="model from Hugging Face")
-    parser.add_argument("-p", "--n-prompt", type=numbers(0), help="tokens of a prefill test, 0: none (default: 512)", **many)
+    parser.add_argument(
+        "-hf", "--hf-repo", action="append", metavar="USER/REPO[:QUANT]", help="model from Hugging Face"
+    )
+    parser.add_argument(
+        "-p", "--n-prompt", type=numbers(0), help="tokens of a prefill test, 0: none (default: 512)", **many
+    )
     parser.add_argument("-n", "--n-gen", type=numbers(0), help="steps of a decode test, 0: none (default: 128)", **many)
     parser.add_argument("-d", "--n-depth", type=numbers(0), help="tokens before the timed part (default: 0)", **many)
     parser.add_argument(
         "-t", "--threads", type=numbers(1, 1024), help="CPU threads (default: the cores that may be used)", **many
     )
-    parser.add_argument("-b", "--batch-size", type=numbers(1, 65536), help="tokens of one prefill step (default: 512)", **many)
-    parser.add_argument("-r", "--repetitions", type=whole(1, 10_000), default=5, metavar="N", help="timed runs of a test")
+    parser.add_argument(
+        "-b", "--batch-size", type=numbers(1, 65536), help="tokens of one prefill step (default: 512)", **many
+    )
+    parser.add_argument(
+        "-r", "--repetitions", type=whole(1, 10_000), default=5, metavar="N", help="timed runs of a test"
+    )
     parser.add_argument("-o", "--output", choices=FORMATS, default="md", help="form of the table")
     parser.add_argument("--no-warmup", action="store_true", help="do not run each test once before it is timed")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or reference (NumPy, slow)")
     parser.add_argument("--isa", metavar="LEVEL", help="CPU instruction level (default: the best)")
-    parser.add_argument("--profile", action="store_true", help="also show the time of each kind of op, on standard error")
+    parser.add_argument(
+        "--profile", action="store_true", help="also show the time of each kind of op, on standard error"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show log lines, and where an error came from")
 
 
@@ -151,7 +161,7 @@ def _compiled(source: Source, choice: Choice, cases: Sequence[Case], batch: int)
 
 def _probes(choice: Choice) -> tuple[float, float]:
     """(GB/s that all threads read, 10^9 int8 operations a second); zeros where nothing was measured."""
-    if choice.backend.name != "cpu":
+    if choice.isa is None:
         return 0.0, 0.0
     from .. import _native
 

@@ -113,7 +113,7 @@ def bandwidth_share(source: Source, case: Case, rate: float, probe_gb_s: float) 
 
 
 def int8_share(source: Source, case: Case, rate: float, probe_gop_s: float) -> float | None:
-    """Operations of the linear layers of a prefill a second (a multiplication and an addition each), over the int8 peak."""
+    """Operations a second of the linear layers in a prefill (two for each product), over the int8 peak."""
     if not case.prompt or probe_gop_s <= 0:
         return None
     rows, wanted = products_per_token(source.program)

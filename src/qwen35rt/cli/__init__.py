@@ -37,7 +37,8 @@ def help_text() -> str:
         "  -h, --help    this text; 'qwen35rt COMMAND --help' lists the flags of a command",
         "  --version     the version",
         "",
-        "Text goes to standard output, everything else to standard error. Without -m or -hf a tiny example model is used.",
+        "Text goes to standard output, everything else to standard error.",
+        "Without -m or -hf a tiny example model is used.",
     ]
     return "\n".join(lines)
 
@@ -74,7 +75,9 @@ def _command(args: list[str]) -> int:
     name = args[0]
     if name not in COMMANDS:
         what = "flag" if name.startswith("-") else "command"
-        print(f"qwen35rt: error: unknown {what} '{name}'{nearest(name, COMMANDS)}; see qwen35rt --help", file=sys.stderr)
+        print(
+            f"qwen35rt: error: unknown {what} '{name}'{nearest(name, COMMANDS)}; see qwen35rt --help", file=sys.stderr
+        )
         return EXIT_USAGE
     if name == "bench":
         from ..bench.command import main as bench

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..api import Completion, Model
+    from ..api import Model
+    from ..engine.result import Completion
 
 
 def note(text: str) -> None:
@@ -29,7 +30,7 @@ def setup_logging(verbose: bool) -> None:
 
 
 class Progress:
-    """``progress(stage, done, total)``: a bar on a terminal, else a line every few seconds; nothing for quick stages."""
+    """``progress(stage, done, total)``: a bar on a terminal, else a line every few seconds; nothing if it is quick."""
 
     DELAY_S, TERMINAL_S, LOG_S = 0.5, 0.1, 5.0
 

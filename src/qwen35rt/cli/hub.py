@@ -35,7 +35,9 @@ def fetch(spec: str, file: str | None = None) -> Path:
         try:
             folder = Path(snapshot_download(repo, local_files_only=True))
         except Exception:
-            raise ModelFileError(f"{repo}: the hub cannot be reached ({_cause(e)}) and there is no copy from before") from e
+            raise ModelFileError(
+                f"{repo}: the hub cannot be reached ({_cause(e)}) and there is no copy from before"
+            ) from e
         print(f"qwen35rt: the hub cannot be reached ({_cause(e)}); using the copy from before", file=sys.stderr)
         names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf"))
         offline = True
@@ -52,25 +54,28 @@ def fetch(spec: str, file: str | None = None) -> Path:
 def choose_files(repo: str, names: Sequence[str], quant: str = "", file: str | None = None) -> list[str]:
     """The file that is meant, or all parts of a split model in order. Raises ModelFileError naming what there is."""
     models = sorted(
-        n for n in names if n.lower().endswith(".gguf") and not n.rsplit("/", 1)[-1].lower().startswith(("mmproj", "mtp-"))
+        n
+        for n in names
+        if n.lower().endswith(".gguf") and not n.rsplit("/", 1)[-1].lower().startswith(("mmproj", "mtp-"))
     )
     heads = [n for n in models if not (m := _PART.search(n)) or int(m[1]) == 1]
+    found: str | None
     if file is not None:
         if file not in names:
             raise ModelFileError(f"{repo} has no file '{file}'{nearest(file, heads)}; it has {_some(heads)}")
-        chosen: str | None = file
+        found = file
     elif quant:
-        chosen = _with_quant(heads, quant)
-        if chosen is None:
+        found = _with_quant(heads, quant)
+        if found is None:
             raise ModelFileError(f"{repo} has no GGUF file of type '{quant}'; it has {_some(heads)}")
     else:
-        chosen = next((f for q in _PREFERRED if (f := _with_quant(heads, q))), heads[0] if heads else None)
-        if chosen is None:
+        found = next((f for q in _PREFERRED if (f := _with_quant(heads, q))), heads[0] if heads else None)
+        if found is None:
             raise ModelFileError(f"{repo} has no GGUF file; name a repository whose name ends in -GGUF")
-    part = _PART.search(chosen)
+    part = _PART.search(found)
     if not part:
-        return [chosen]
-    stem, count = chosen[: part.start()], int(part[2])
+        return [found]
+    stem, count = found[: part.start()], int(part[2])
     parts = [n for n in models if (m := _PART.search(n)) and n[: m.start()] == stem and int(m[2]) == count]
     if len(parts) != count:
         raise ModelFileError(f"{repo}: {stem} has {len(parts)} of its {count} parts")

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -77,7 +77,9 @@ class _Number:
 def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True) -> None:
     """-m and -hf; with ``engine`` also what load() takes."""
     g = parser.add_argument_group("model")
-    g.add_argument("-m", "--model", metavar="PATH", help="GGUF file, any part of a split one, or a folder that holds one")
+    g.add_argument(
+        "-m", "--model", metavar="PATH", help="GGUF file, any part of a split one, or a folder that holds one"
+    )
     g.add_argument(
         "-hf",
         "--hf-repo",
@@ -96,27 +98,40 @@ def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True) ->
     g.add_argument(
         "-c", "--ctx-size", type=whole(0), metavar="N", help="context in tokens, 0: the model's own (default: 4096)"
     )
-    g.add_argument("-b", "--batch-size", type=whole(1, 65536), metavar="N", help="tokens of one prefill step (default: 512)")
+    g.add_argument(
+        "-b", "--batch-size", type=whole(1, 65536), metavar="N", help="tokens of one prefill step (default: 512)"
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """The sampling flags of llama.cpp. Absent ones take the model file's value, else the default."""
     g = parser.add_argument_group("sampling (default: the model file's value, else the one named)")
-    g.add_argument("-n", "--predict", "--n-predict", type=whole(-1), metavar="N", help="tokens to generate at most, -1: to the end of the context")
-    g.add_argument("-s", "--seed", type=whole(-1, 2**63 - 1), metavar="N", help="random seed, -1: a fresh one (default: -1)")
+    g.add_argument(
+        "-n",
+        "--predict",
+        "--n-predict",
+        type=whole(-1),
+        metavar="N",
+        help="tokens to generate at most, -1: to the end of the context",
+    )
+    g.add_argument(
+        "-s", "--seed", type=whole(-1, 2**63 - 1), metavar="N", help="random seed, -1: a fresh one (default: -1)"
+    )
     g.add_argument("--temp", "--temperature", type=real(0, 2), metavar="X", help="0 is greedy (default: 0.7)")
     g.add_argument("--top-k", type=whole(-1), metavar="N", help="0 or -1: off (default: 40)")
     g.add_argument("--top-p", type=real(0, 1), metavar="X", help="1: off (default: 1)")
     g.add_argument("--min-p", type=real(0, 1), metavar="X", help="0: off (default: 0)")
     g.add_argument("--repeat-penalty", type=real(1e-6, 10), metavar="X", help="1: off (default: 1)")
-    g.add_argument("--repeat-last-n", type=whole(-1), metavar="N", help="tokens that it looks at, -1: all (default: 64)")
+    g.add_argument(
+        "--repeat-last-n", type=whole(-1), metavar="N", help="tokens that it looks at, -1: all (default: 64)"
+    )
     g.add_argument("--presence-penalty", type=real(-2, 2), metavar="X", help="default: 0")
     g.add_argument("--frequency-penalty", type=real(-2, 2), metavar="X", help="default: 0")
     g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; can be given 16 times")
     g.add_argument("--ignore-eos", action="store_true", help="never end before the limit")
 
 
-def sampling_options(args: argparse.Namespace) -> dict[str, object]:
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of Model.stream and Model.chat; absent flags are left out."""
     named = {
         "max_tokens": args.predict,

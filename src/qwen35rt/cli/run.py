@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from .parser import add_model_arguments, add_sampling_arguments, sampling_options
 
@@ -37,7 +38,11 @@ def main(args: argparse.Namespace) -> int:
     if args.raw and (args.system_prompt or args.think):
         raise ConfigError("--raw uses no chat template; -sys and --think have no place in it")
     with Progress() as progress, open_model(args, progress) as model:
-        options = {**sampling_options(args), "progress": progress, "skip_special_tokens": not args.special}
+        options: dict[str, Any] = {
+            **sampling_options(args),
+            "progress": progress,
+            "skip_special_tokens": not args.special,
+        }
         if args.raw or not model.has_chat_template:
             if not args.raw and args.system_prompt:
                 raise ConfigError("this model has no chat template, so -sys cannot be used")

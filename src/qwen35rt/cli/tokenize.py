@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", action="store_true", help="only the ids, as a JSON list")
     parser.add_argument("--show-count", action="store_true", help="add a line with the number of tokens")
     parser.add_argument(
-        "--special", action="store_true", help="text that spells a control token, such as <|im_end|>, becomes that token"
+        "--special",
+        action="store_true",
+        help="text that spells a control token, such as <|im_end|>, becomes that token",
     )
     add_model_arguments(parser, engine=False)
 
@@ -43,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(ids))
     else:
         for i in ids:
-            print(f"{i:6d} -> {tokenizer.decode([i], special=True)!r}")
+            print(f"{i:6d} -> {tokenizer.decode([i], skip_special=False)!r}")
     if args.show_count:
         print(f"total: {len(ids)} tokens")
     return 0

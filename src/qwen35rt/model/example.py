@@ -121,7 +121,7 @@ def _pieces(text: str, used: set[str]) -> list[str]:
 def _vocabulary() -> tuple[list[str], list[int], npt.NDArray[np.int64]]:
     """-> token strings, token types, successor id of each token."""
     letters = _byte_letters()
-    tokens = list(letters) + [letters[10] * 2, *_CONTROL, *_DEFINED]
+    tokens = [*letters, letters[10] * 2, *_CONTROL, *_DEFINED]
     newline, blank_line = 10, 256
     end, think_end = tokens.index("<|im_end|>"), tokens.index("</think>")
     used: set[str] = set()
@@ -182,7 +182,7 @@ def _tensors(successor: npt.NDArray[np.int64], rng: np.random.Generator) -> dict
     """Row-major matrices [out, in]."""
 
     def matrix(rows: int, cols: int) -> Matrix:
-        return (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        return np.asarray(rng.standard_normal((rows, cols)) / np.sqrt(cols), np.float32)
 
     def ones(n: int) -> Matrix:
         return np.ones(n, np.float32)
