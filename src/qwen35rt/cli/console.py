@@ -45,9 +45,11 @@ class Progress:
         if stage != self.stage:
             self.clear()
             self.stage, self.began, self.shown = stage, now, 0.0
-        wait = self.TERMINAL_S if self.terminal else self.LOG_S
-        first = self.shown == 0.0
-        if now - (self.began if first else self.shown) < (self.DELAY_S if first else wait):
+        if self.shown:
+            wait = self.TERMINAL_S if self.terminal else self.LOG_S
+        else:
+            wait = self.DELAY_S if self.terminal else self.LOG_S
+        if now - (self.shown or self.began) < wait:
             return
         self.shown = now
         share = done / total if total else 0.0

@@ -45,7 +45,15 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(ids))
     else:
         for i in ids:
-            print(f"{i:6d} -> {tokenizer.decode([i], skip_special=False)!r}")
+            print(f"{i:6d} -> {_spelled(tokenizer.token_bytes(i))}")
     if args.show_count:
         print(f"total: {len(ids)} tokens")
     return 0
+
+
+def _spelled(token: bytes) -> str:
+    """A token as Python writes it: as text, or as bytes where it is a part of a character."""
+    try:
+        return repr(token.decode("utf-8"))
+    except UnicodeDecodeError:
+        return repr(token)
