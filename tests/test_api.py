@@ -132,7 +132,9 @@ def test_c10_sampling_values_of_the_file_are_the_defaults(tmp_path: Path) -> Non
     with load(path) as model:
         options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
         assert model.generate("hello", **options).ids == model.generate("hello", **options).ids
-        assert model.generate("a", temperature=2.0, seed=1, top_k=0, **options).ids != model.generate("a", **options).ids
+        assert (
+            model.generate("a", temperature=2.0, seed=1, top_k=0, **options).ids != model.generate("a", **options).ids
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from qwen35rt.model.source import Source, open_source
 from qwen35rt.plan import Plan, make_plan, sampling_params
 from qwen35rt.tokenizer import Tokenizer, build_tokenizer
 
-from ..fixtures import quantize, tiny_tensors, write_script, write_tiny
-from ..fixtures import TinySpec
+from ..fixtures import TinySpec, quantize, tiny_tensors, write_script, write_tiny
 
 N_CTX = 256
 

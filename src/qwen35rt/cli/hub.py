@@ -17,13 +17,14 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 def fetch(spec: str, file: str | None = None) -> Path:
     """Download ``user/repo[:quant]``, or only ``file`` of it, unless it is in the local cache; -> path (first part).
 
-    HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE act as they do in huggingface-hub, whose progress bar is shown.
+    HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE act as they do in huggingface-hub, whose progress bar is shown
+    on a terminal.
     Raises ConfigError for a malformed spec, ModelFileError for what cannot be had.
     """
     repo, _, quant = spec.partition(":")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo):
         raise ConfigError(f"-hf {spec}: USER/REPO or USER/REPO:QUANT is needed")
-    from huggingface_hub import errors, hf_hub_download, snapshot_download
+    from huggingface_hub import errors, hf_hub_download, snapshot_download, try_to_load_from_cache
 
     offline = False
     try:
@@ -43,7 +44,11 @@ def fetch(spec: str, file: str | None = None) -> Path:
         offline = True
     chosen = choose_files(repo, names, quant, file)
     try:
-        paths = [Path(hf_hub_download(repo, name, local_files_only=offline)) for name in chosen]
+        paths = []
+        for name in chosen:
+            if not isinstance(try_to_load_from_cache(repo, name), str):
+                print(f"qwen35rt: downloading {name} of {repo}", file=sys.stderr)
+            paths.append(Path(hf_hub_download(repo, name, local_files_only=offline)))
     except errors.GatedRepoError as e:
         raise ModelFileError(_refused(repo, gated=True)) from e
     except Exception as e:
@@ -91,7 +96,7 @@ def _with_quant(names: Sequence[str], quant: str) -> str | None:
 def _list(repo: str) -> list[str]:
     from huggingface_hub import HfApi
 
-    return list(HfApi().list_repo_files(repo))
+    return [file.rfilename for file in HfApi().model_info(repo).siblings or ()]
 
 
 def _refused(repo: str, gated: bool) -> str:
