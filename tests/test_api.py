@@ -286,4 +286,4 @@ def test_lazy_names() -> None:
     for name in qwen35rt.__all__:
         assert getattr(qwen35rt, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
-        _ = qwen35rt.lod  # type: ignore[attr-defined]
+        _ = qwen35rt.lod

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from qwen35rt import cli
-from qwen35rt.cli import COMMANDS, chat, console, main
+from qwen35rt.cli import COMMANDS, console, main
 from qwen35rt.cli.parser import nearest
 
 from .fixtures import write_script, write_tiny
@@ -227,103 +227,6 @@ def test_sigint_ends_run_with_130(script: str) -> None:
     assert "Traceback" not in err
 
 
-def test_chat_keeps_the_conversation(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed(monkeypatch, "hi\nand\\\nmore\n/regen\n/clear\nhi\n/hlep\n/exit\nnever\n")
-    assert main(["chat", "-m", script, *ON, "-sys", "be brief"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "one two three\n" * 4
-    prompts = [int(line.split()[1]) for line in err.splitlines() if line.startswith("[prompt")]
-    first, second, regen, cleared = [p + c for p, c in zip(prompts, _cached(err), strict=True)]
-    assert first < second == regen
-    assert cleared == first
-    assert _cached(err)[2] > first  # the state before the answer was kept
-    assert "did you mean '/help'?" in err
-
-
-def _cached(err: str) -> list[int]:
-    lines = [line for line in err.splitlines() if line.startswith("[prompt")]
-    return [int(line.split("(")[1].split()[0]) if "more from cache" in line else 0 for line in lines]
-
-
-def test_chat_commands_change_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    template = (
-        "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}"
-        "{% if enable_thinking is defined %}[{{enable_thinking}}]{% endif %}"
-    )
-    path = write_script(tmp_path / "s.gguf", [b"ok"], chat_template=template)
-    with console.Progress() as progress:
-        from qwen35rt import load
-
-        with load(path, device="reference") as model:
-            talk = chat.Chat(model, {}, progress, None, None)
-            seen: list[str] = []
-            whole = model.chat_stream
-
-            def spy(messages: Any, **options: Any) -> Any:
-                seen.append(model.render(messages, enable_thinking=options["enable_thinking"]))
-                return whole(messages, **options)
-
-            model.chat_stream = spy  # type: ignore[method-assign]
-            for line in ("a", "/think on", "b", "/system sys", "c", "/regen", "/think", "/system", "d", ""):
-                assert talk.handle(line)
-            assert not talk.handle("/exit")
-    assert seen == [
-        "<user>a[None]",
-        "<user>a<assistant>ok<user>b[True]",
-        "<system>sys<user>c[True]",
-        "<system>sys<user>c[True]",
-        "<user>d[True]",
-    ]
-
-
-def test_chat_error_drops_the_message_and_goes_on(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed(monkeypatch, "hi\n" + "x" * 200 + "\nhi\n")
-    assert main(["chat", "-m", script, *ON, "-c", "120"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "one two three\n" * 2
-    assert "the context holds 120" in err
-
-
-def test_chat_answer_stopped_inside_reasoning_is_no_content(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
-    )
-    path = write_script(tmp_path / "s.gguf", [b"hm ", "</think>", b"ok"], chat_template=template)
-    from qwen35rt import load
-
-    with console.Progress() as progress, load(path, device="reference") as model:
-        cut = chat.Chat(model, {"max_tokens": 1}, progress, None, None)
-        cut.handle("a")
-        assert cut.messages[-1] == {"role": "assistant", "content": "", "reasoning_content": "hm "}
-        whole = chat.Chat(model, {}, progress, None, None)
-        whole.handle("a")
-        assert whole.messages[-1] == {"role": "assistant", "content": "hm </think>ok"}
-
-
-def test_ctrl_c_stops_the_answer_not_the_chat(script: str) -> None:
-    args = [sys.executable, "-m", "qwen35rt", "chat", "-m", script, *ON, "--ignore-eos"]
-    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdin.write(b"hi\n")
-        process.stdin.flush()
-        assert os.read(process.stdout.fileno(), 3) == b"one"
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        process.stdin.write(b"/clear\n/exit\n")
-        process.stdin.close()
-        err = process.stderr.read().decode()
-        assert process.wait(60) == 0
-    assert "ended by cancelled" in err
-    assert "the conversation is forgotten" in err
-
-
 def test_tokenize(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenize", "-m", script, "hello<|im_end|>", "--ids", "--special"]) == 0
     marked = json.loads(capsys.readouterr().out)
@@ -374,11 +277,12 @@ def test_progress_bar_on_a_terminal_is_taken_away(monkeypatch: pytest.MonkeyPatc
 
     clock = iter([0.0, 0.6, 0.65, 0.8])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))  # type: ignore[attr-defined]
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
     with console.Progress() as progress:
         for done in (0, 25, 50, 100):
             progress("prompt", done, 100)
-    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    text = screen.getvalue()
     assert "prompt: 25/100 (25%) [######" in text
     assert "50/100" not in text
     assert text.endswith("\r\x1b[K")

@@ -137,7 +137,9 @@ def test_markdown(tiny_dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(bench("-m", str(tiny_dense), "-d", "0,3", "--profile")) == 0
     out, err = capsys.readouterr()
     lines = [[c.strip() for c in line.strip("|").split("|")] for line in out.splitlines()]
-    assert lines[0] == ["model", "size", "params", "backend", "isa", "threads", "test", "t/s", "bandwidth"] + ["int8 peak", "on_gpu"]
+    assert lines[0] == [
+        "model", "size", "params", "backend", "isa", "threads", "test", "t/s", "bandwidth", "int8 peak", "on_gpu"
+    ]  # fmt: skip
     assert [row[6] for row in lines[2:]] == ["pp4", "tg2", "pp4 @ d3", "tg2 @ d3"]
     assert {row[3] for row in lines[2:]} == {"reference"}
     assert {row[-1] for row in lines[2:]} == {"false"}
