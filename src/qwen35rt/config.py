@@ -52,6 +52,38 @@ class TokenizerLimits:
 
 
 @dataclass(frozen=True)
+class SamplingDefaults:
+    """Values of sampling fields where neither request, server flag nor model file gives one."""
+
+    temperature: float = 0.7
+    top_k: int = 40
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    repeat_last_n: int = 64
+
+
+@dataclass(frozen=True)
+class SamplingLimits:
+    """Legal values of sampling fields; outside them a request is refused by name."""
+
+    max_temperature: float = 2.0
+    max_penalty: float = 2.0  # presence and frequency, either sign
+    max_repetition_penalty: float = 10.0
+    max_bias: float = 100.0
+    max_biases: int = 1_024
+    max_stops: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_logprobs: int = 20
+    max_tokens: int = 2**31 - 1
+    max_seed: int = 2**63 - 1
+    fresh_seed_bits: int = 53  # a drawn seed passes unchanged through JSON numbers
+
+
+@dataclass(frozen=True)
 class Environment:
     """The QWEN35RT_* variables, read once by ``environment()``."""
 
@@ -65,6 +97,8 @@ FILE_LIMITS = FileLimits()
 ENGINE = EngineDefaults()
 TEMPLATE = TemplateLimits()
 TOKENIZER = TokenizerLimits()
+SAMPLING = SamplingDefaults()
+SAMPLING_LIMITS = SamplingLimits()
 
 
 def environment(source: Mapping[str, str] = os.environ) -> Environment:
