@@ -1,7 +1,12 @@
 // Float32 primitives for AVX-512 (F, BW, DQ, VL).
 #ifndef QRT_SIMD_H
 #define QRT_SIMD_H
-#include <immintrin.h>
+#ifdef QRT_SIMDE // tests on processors without AVX-512
+#    include <simde/x86/avx512.h>
+#    include <simde/x86/f16c.h>
+#else
+#    include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -39,5 +44,50 @@ static inline qf qf_from_bf16(const uint16_t *p) {
 static inline void qf_to_f16(uint16_t *p, qf a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0));
 }
+static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
+    qf ab = qf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    qf cd = qf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    qf s = qf_add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
+// Lane c of v[i] is p[3c + i]. As 3 and 16 have no common factor, the lanes (3c + i) % 16 differ for
+// all c: a blend collects them, a permutation (its indices count modulo 16) orders them.
+static inline void qf_load3(const float *p, qf v[3]) {
+    qf a = qf_load(p), b = qf_load(p + 16), c = qf_load(p + 32);
+    __m512i at = _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 2, 5, 8, 11, 14, 1, 4, 7, 10, 13);
+    v[0] = _mm512_mask_blend_ps(0x2492, _mm512_mask_blend_ps(0x4924, a, b), c);
+    v[1] = _mm512_mask_blend_ps(0x4924, _mm512_mask_blend_ps(0x9249, a, b), c);
+    v[2] = _mm512_mask_blend_ps(0x9249, _mm512_mask_blend_ps(0x2492, a, b), c);
+    for (int i = 0; i < 3; i++, at = _mm512_add_epi32(at, _mm512_set1_epi32(1))) {
+        v[i] = _mm512_permutexvar_ps(at, v[i]);
+    }
+}
+static inline void qf_store3(float *p, const qf v[3]) {
+    __m512i at = _mm512_setr_epi32(0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10, 5);
+    __m512i back = _mm512_set1_epi32(-11);
+    qf a = _mm512_permutexvar_ps(at, v[0]);
+    at = _mm512_add_epi32(at, back);
+    qf b = _mm512_permutexvar_ps(at, v[1]);
+    qf c = _mm512_permutexvar_ps(_mm512_add_epi32(at, back), v[2]);
+    qf_store(p, _mm512_mask_blend_ps(0x4924, _mm512_mask_blend_ps(0x2492, a, b), c));
+    qf_store(p + 16, _mm512_mask_blend_ps(0x2492, _mm512_mask_blend_ps(0x9249, a, b), c));
+    qf_store(p + 32, _mm512_mask_blend_ps(0x9249, _mm512_mask_blend_ps(0x4924, a, b), c));
+}
+static inline void qf_load4(const float *p, qf v[4]) {
+    qf w = qf_load(p), x = qf_load(p + 16), y = qf_load(p + 32), z = qf_load(p + 48);
+    qf wx = _mm512_shuffle_f32x4(w, x, 0x44), yz = _mm512_shuffle_f32x4(y, z, 0x44);
+    qf a = _mm512_shuffle_f32x4(wx, yz, 0x88), b = _mm512_shuffle_f32x4(wx, yz, 0xdd);
+    wx = _mm512_shuffle_f32x4(w, x, 0xee), yz = _mm512_shuffle_f32x4(y, z, 0xee);
+    qf c = _mm512_shuffle_f32x4(wx, yz, 0x88), d = _mm512_shuffle_f32x4(wx, yz, 0xdd);
+    qf ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+    v[0] = _mm512_shuffle_ps(ab, cd, 0x44), v[1] = _mm512_shuffle_ps(ab, cd, 0xee);
+    ab = _mm512_unpackhi_ps(a, b), cd = _mm512_unpackhi_ps(c, d);
+    v[2] = _mm512_shuffle_ps(ab, cd, 0x44), v[3] = _mm512_shuffle_ps(ab, cd, 0xee);
+}
+static inline void qf_to_i8(int8_t *p, qf a) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 #include "expf.h"
+#include "part.h"
 #endif
