@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
     float *q, *sum, *joined; // [queries][ld]
     float *score;            // [queries][QRT_KEYS]
-    float *top, *total, *joined_top, *joined_total;
+    float *top, *total, *joined_top, *joined_total, *factor;
     float *keys, *values; // converted: [QRT_KEY_CHUNK][ld], [QRT_KEYS][4 * QF]
     int64_t ld, dim;
 } buffers;
@@ -39,7 +39,8 @@ INLINE buffers carve(const qrt_ctx *c, int64_t queries, int64_t dim) {
     b.top = p, p += queries;
     b.total = p, p += queries;
     b.joined_top = p, p += queries;
-    b.joined_total = p;
+    b.joined_total = p, p += queries;
+    b.factor = p;
     return b;
 }
 
@@ -47,6 +48,23 @@ INLINE void convert(float *to, const uint16_t *from, int64_t n, int64_t padded) 
     int64_t i = 0;
     for (; i + QF <= n; i += QF) qf_store(to + i, qf_from_f16(from + i));
     for (; i < padded; i++) to[i] = i < n ? qrt_half((const uint8_t *)(from + i)) : 0;
+}
+
+// Rows that will be read soon. They are fetched into the second-level cache a few lines at a time
+// while others are worked on: pages lie anywhere, and the processor's own prefetching stops at
+// their ends.
+typedef struct {
+    const uint16_t *at, *end;
+    int64_t step; // elements of one call
+} stream;
+
+INLINE stream stream_of(const uint16_t *p, int64_t n, int64_t calls) {
+    return (stream){p, p + n, (n / calls + 31) / 32 * 32};
+}
+
+INLINE void fetch(stream *s) {
+    for (int64_t i = 0; i < s->step && s->at < s->end; i += 32, s->at += 32)
+        __builtin_prefetch(s->at, 0, 2);
 }
 
 // Dot products of nq queries with nk keys (both at most 4, one of them 4): score[i * QRT_KEYS + j].
@@ -83,29 +101,37 @@ INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, i
 
 // Few queries: keys are read as they are stored. n keys, the last of which serves for those that
 // fill up a pair.
-INLINE void scores_direct(const buffers *b, int nq, int at, const uint16_t *k, int n) {
+INLINE void scores_direct(const buffers *b, int nq, int at, const uint16_t *k, int n,
+                          stream *next) {
     for (int j = 0; j < n; j += 2) {
         const void *key[2] = {k + j * b->dim, k + (j + 1 < n ? j + 1 : j) * b->dim};
         dots(b->q + at * b->ld, b->ld, nq, key, 2, true, b->dim, b->score + at * QRT_KEYS + j);
+        fetch(next);
     }
 }
 
-// score[i][j] for all queries and n keys; columns behind n may be written too
-static void scores(const buffers *b, int queries, const uint16_t *k, int n, bool direct) {
+// score[i][j] for all queries and n keys; columns behind n may be written too. Meanwhile the
+// block's values, at v, are fetched.
+static void scores(const buffers *b, int queries, const uint16_t *k, const uint16_t *v, int n,
+                   bool direct) {
     if (direct) {
+        stream next = stream_of(v, n * b->dim, (n + 1) / 2);
         int i = 0;
-        for (; i + 4 <= queries; i += 4) scores_direct(b, 4, i, k, n);
-        if (queries - i == 3) scores_direct(b, 3, i, k, n);
-        if (queries - i == 2) scores_direct(b, 2, i, k, n);
-        if (queries - i == 1) scores_direct(b, 1, i, k, n);
+        for (; i + 4 <= queries; i += 4) scores_direct(b, 4, i, k, n, &next);
+        if (queries - i == 3) scores_direct(b, 3, i, k, n, &next);
+        if (queries - i == 2) scores_direct(b, 2, i, k, n, &next);
+        if (queries - i == 1) scores_direct(b, 1, i, k, n, &next);
         return;
     }
+    stream next =
+        stream_of(v, n * b->dim, (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((queries + 2) / 3));
     for (int chunk = 0; chunk < n; chunk += QRT_KEY_CHUNK) {
         int m = n - chunk < QRT_KEY_CHUNK ? n - chunk : QRT_KEY_CHUNK;
         for (int j = 0; j < m; j++)
             convert(b->keys + j * b->ld, k + (chunk + j) * b->dim, b->dim, b->ld);
         for (int i = 0; i < queries; i += 3) {
             const float *q = b->q + i * b->ld;
+            fetch(&next);
             for (int j = 0; j < m; j += 4) {
                 const void *key[4];
                 for (int t = 0; t < 4; t++) key[t] = b->keys + (j + t < m ? j + t : m - 1) * b->ld;
@@ -167,46 +193,61 @@ INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const flo
     }
 }
 
+// Few queries: values are read as they are stored, some rows with all columns at a time.
 INLINE void weigh_direct(const buffers *b, int nq, int at, const float *factor, const uint16_t *v,
-                         int n) {
-    float *sum = b->sum + at * b->ld;
-    const float *weight = b->score + at * QRT_KEYS;
-    int64_t d = 0;
-    for (; d + 2 * QF <= b->dim; d += 2 * QF) {
-        weigh(sum + d, b->ld, nq, weight, factor + at, v + d, b->dim, 2, true, n);
+                         int n, stream *next) {
+    const float ones[4] = {1, 1, 1, 1}, *f = factor + at;
+    for (int j = 0; j < n; j += QRT_KEY_CHUNK, f = ones) {
+        int m = n - j < QRT_KEY_CHUNK ? n - j : QRT_KEY_CHUNK;
+        const float *weight = b->score + at * QRT_KEYS + j;
+        const uint16_t *rows = v + j * b->dim;
+        float *sum = b->sum + at * b->ld;
+        int64_t d = 0;
+        for (; d + 2 * QF <= b->dim; d += 2 * QF) {
+            weigh(sum + d, b->ld, nq, weight, f, rows + d, b->dim, 2, true, m);
+            fetch(next);
+        }
+        if (d < b->dim) weigh(sum + d, b->ld, nq, weight, f, rows + d, b->dim, 1, true, m);
     }
-    if (d < b->dim) weigh(sum + d, b->ld, nq, weight, factor + at, v + d, b->dim, 1, true, n);
 }
 
+INLINE void weigh_converted(const buffers *b, int nq, int at, int64_t d, const float *factor,
+                            int nv, int n) {
+    weigh(b->sum + at * b->ld + d, b->ld, nq, b->score + at * QRT_KEYS, factor + at, b->values,
+          4 * QF, nv, false, n);
+}
+
+// sum = factor * sum + weights @ values for all queries and n keys. Meanwhile the next block's n
+// keys, at k, are fetched (NULL: there is none).
 static void weigh_values(const buffers *b, int queries, const float *factor, const uint16_t *v,
-                         int n, bool direct) {
+                         const uint16_t *k, int n, bool direct) {
+    const int64_t ahead = k ? n * b->dim : 0;
     if (direct) {
+        stream next = stream_of(
+            k, ahead, (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((b->dim + 2 * QF - 1) / (2 * QF)));
         int i = 0;
-        for (; i + 4 <= queries; i += 4) weigh_direct(b, 4, i, factor, v, n);
-        if (queries - i == 3) weigh_direct(b, 3, i, factor, v, n);
-        if (queries - i == 2) weigh_direct(b, 2, i, factor, v, n);
-        if (queries - i == 1) weigh_direct(b, 1, i, factor, v, n);
+        for (; i + 4 <= queries; i += 4) weigh_direct(b, 4, i, factor, v, n, &next);
+        if (queries - i == 3) weigh_direct(b, 3, i, factor, v, n, &next);
+        if (queries - i == 2) weigh_direct(b, 2, i, factor, v, n, &next);
+        if (queries - i == 1) weigh_direct(b, 1, i, factor, v, n, &next);
         return;
     }
+    stream next = stream_of(k, ahead, (b->ld + 4 * QF - 1) / (4 * QF) * ((queries + 2) / 3));
     for (int64_t d = 0; d < b->ld; d += 4 * QF) {
         int64_t width = b->ld - d < 4 * QF ? b->ld - d : 4 * QF,
                 real = b->dim - d < width ? b->dim - d : width;
+        int nv = (int)(width / QF), i = 0;
         for (int j = 0; j < n; j++)
             convert(b->values + j * 4 * QF, v + j * b->dim + d, real, width);
-        for (int i = 0; i < queries; i += 3) {
-            int nq = queries - i < 3 ? queries - i : 3;
-            float *sum = b->sum + i * b->ld + d;
-            const float *w = b->score + i * QRT_KEYS;
-            if (nq == 3 && width == 4 * QF) {
-                weigh(sum, b->ld, 3, w, factor + i, b->values, 4 * QF, 4, false, n);
-                continue;
-            }
-            for (int t = 0; t < width; t += QF) {
-                for (int k = 0; k < nq; k++) {
-                    weigh(sum + k * b->ld + t, b->ld, 1, w + k * QRT_KEYS, factor + i + k,
-                          b->values + t, 4 * QF, 1, false, n);
-                }
-            }
+        for (; i + 3 <= queries && nv == 4; i += 3) {
+            weigh_converted(b, 3, i, d, factor, 4, n);
+            fetch(&next);
+        }
+        for (; i < queries; i++) {
+            if (nv == 4) weigh_converted(b, 1, i, d, factor, 4, n);
+            if (nv == 3) weigh_converted(b, 1, i, d, factor, 3, n);
+            if (nv == 2) weigh_converted(b, 1, i, d, factor, 2, n);
+            if (nv == 1) weigh_converted(b, 1, i, d, factor, 1, n);
         }
     }
 }
@@ -248,33 +289,31 @@ static void load_queries(const qrt_op *op, const tile *t, const buffers *b) {
     }
 }
 
-// Fetches a block's rows ahead of their use, a line at a time.
-INLINE void fetch(const uint16_t *p, int64_t n) {
-    for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(p + i);
+// Where the key row (or value row) of a token lies in a pool.
+INLINE int64_t row_at(const qrt_op *op, const qrt_state *st, const tile *t, int64_t key) {
+    int64_t page = (int64_t)op->layer * st->n_pages + t->pages[key / st->page_tokens];
+    return ((page * st->kv_heads + t->kv_head) * st->page_tokens + key % st->page_tokens) *
+           st->head_dim;
 }
 
 // One piece: the pages of number piece * QRT_SPLIT_PAGES and following -> sum, top, total of each
 // query.
 static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const buffers *b,
                    int64_t piece) {
-    const int64_t head = (int64_t)st->page_tokens * b->dim,
+    const int64_t tokens = st->page_tokens,
                   seen = t->start + t->rows; // keys that the last row sees
-    const int64_t block = st->page_tokens < QRT_KEYS ? st->page_tokens : QRT_KEYS;
+    const int64_t block = tokens < QRT_KEYS ? tokens : QRT_KEYS;
     const bool direct = t->queries <= 8 && b->dim % QF == 0;
-    int64_t key = piece * QRT_SPLIT_PAGES * st->page_tokens,
-            end = key + QRT_SPLIT_PAGES * (int64_t)st->page_tokens;
+    int64_t key = piece * QRT_SPLIT_PAGES * tokens, end = key + QRT_SPLIT_PAGES * tokens;
     if (end > seen) end = seen;
-    float factor[QRT_QUERIES > 256 ? QRT_QUERIES : 256];
+    float *factor = b->factor;
     memset(b->sum, 0, (size_t)(t->queries * b->ld) * sizeof(float));
     for (int i = 0; i < t->queries; i++) b->top[i] = NEVER, b->total[i] = 0;
     while (key < end) {
-        int64_t in_page = key % st->page_tokens, page = t->pages[key / st->page_tokens];
-        int64_t at = (((int64_t)op->layer * st->n_pages + page) * st->kv_heads + t->kv_head) * head;
-        at += in_page * b->dim;
+        int64_t left = tokens - key % tokens, at = row_at(op, st, t, key);
         int n = (int)(end - key < block ? end - key : block);
-        if (n > st->page_tokens - in_page) n = (int)(st->page_tokens - in_page);
-        if (direct) fetch(st->v + at, n * b->dim);
-        scores(b, t->queries, st->k + at, n, direct);
+        if (n > left) n = (int)left;
+        scores(b, t->queries, st->k + at, st->v + at, n, direct);
         for (int i = 0; i < t->queries; i++) {
             int64_t own = t->start + i / t->group + 1 - key; // keys of this block that the row sees
             if (own <= 0) {
@@ -286,7 +325,8 @@ static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const b
                                    b->total + i);
             }
         }
-        weigh_values(b, t->queries, factor, st->v + at, n, direct);
+        const uint16_t *next = key + n < end ? st->k + row_at(op, st, t, key + n) : NULL;
+        weigh_values(b, t->queries, factor, st->v + at, next, n, direct);
         key += n;
     }
 }

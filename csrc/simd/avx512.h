@@ -27,8 +27,21 @@ static inline qf qf_fnma(qf a, qf b, qf c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline qf qf_max(qf a, qf b) { return _mm512_max_ps(a, b); }
 static inline qf qf_min(qf a, qf b) { return _mm512_min_ps(a, b); }
 static inline qf qf_abs(qf a) { return _mm512_abs_ps(a); }
-static inline float qf_hsum(qf a) { return _mm512_reduce_add_ps(a); }
-static inline float qf_hmax(qf a) { return _mm512_reduce_max_ps(a); }
+static inline __m256 qf_upper(qf a) {
+    return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+}
+static inline float qf_hsum(qf a) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), qf_upper(a));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float qf_hmax(qf a) {
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), qf_upper(a));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
 static inline qf qf_round(qf a) { return _mm512_roundscale_ps(a, 8); } // to nearest even
 static inline qf qf_pow2i(qf n) {
     __m512i i = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
@@ -48,7 +61,7 @@ static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
     qf ab = qf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     qf cd = qf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     qf s = qf_add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), qf_upper(s));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
 // Lane c of v[i] is p[3c + i]. As 3 and 16 have no common factor, the lanes (3c + i) % 16 differ for
