@@ -2,8 +2,7 @@
 #ifndef QRT_SIMD_H
 #define QRT_SIMD_H
 #ifdef QRT_SIMDE // tests on processors without AVX-512
-#    include <simde/x86/avx512.h>
-#    include <simde/x86/f16c.h>
+#    include "simde.h"
 #else
 #    include <immintrin.h>
 #endif
@@ -87,12 +86,15 @@ static inline void qf_store3(float *p, const qf v[3]) {
     qf_store(p + 16, _mm512_mask_blend_ps(0x2492, _mm512_mask_blend_ps(0x9249, a, b), c));
     qf_store(p + 32, _mm512_mask_blend_ps(0x9249, _mm512_mask_blend_ps(0x4924, a, b), c));
 }
+// Quadruples i, i + 4, i + 8, i + 12 of p.
+static inline qf qf_quads(const float *p) {
+    qf a = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 16), 1);
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 32), 2);
+    return _mm512_insertf32x4(a, _mm_loadu_ps(p + 48), 3);
+}
 static inline void qf_load4(const float *p, qf v[4]) {
-    qf w = qf_load(p), x = qf_load(p + 16), y = qf_load(p + 32), z = qf_load(p + 48);
-    qf wx = _mm512_shuffle_f32x4(w, x, 0x44), yz = _mm512_shuffle_f32x4(y, z, 0x44);
-    qf a = _mm512_shuffle_f32x4(wx, yz, 0x88), b = _mm512_shuffle_f32x4(wx, yz, 0xdd);
-    wx = _mm512_shuffle_f32x4(w, x, 0xee), yz = _mm512_shuffle_f32x4(y, z, 0xee);
-    qf c = _mm512_shuffle_f32x4(wx, yz, 0x88), d = _mm512_shuffle_f32x4(wx, yz, 0xdd);
+    qf a = qf_quads(p), b = qf_quads(p + 4), c = qf_quads(p + 8), d = qf_quads(p + 12);
     qf ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
     v[0] = _mm512_shuffle_ps(ab, cd, 0x44), v[1] = _mm512_shuffle_ps(ab, cd, 0xee);
     ab = _mm512_unpackhi_ps(a, b), cd = _mm512_unpackhi_ps(c, d);
