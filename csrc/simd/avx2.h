@@ -47,5 +47,49 @@ static inline qf qf_from_bf16(const uint16_t *p) {
 static inline void qf_to_f16(uint16_t *p, qf a) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, 0));
 }
+static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
+    qf ab = qf_add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    qf cd = qf_add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    qf s = qf_add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+// Lane c of v[i] is p[3c + i]. As 3 and 8 have no common factor, the lanes (3c + i) % 8 differ for
+// all c: a blend collects them, a permutation orders them.
+static inline void qf_load3(const float *p, qf v[3]) {
+    qf a = qf_load(p), b = qf_load(p + 8), c = qf_load(p + 16);
+    __m256i at = _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5), one = _mm256_set1_epi32(1);
+    v[0] = _mm256_blend_ps(_mm256_blend_ps(a, b, 0x92), c, 0x24);
+    v[1] = _mm256_blend_ps(_mm256_blend_ps(a, b, 0x24), c, 0x49);
+    v[2] = _mm256_blend_ps(_mm256_blend_ps(a, b, 0x49), c, 0x92);
+    for (int i = 0; i < 3; i++, at = _mm256_add_epi32(at, one)) {
+        v[i] = _mm256_permutevar8x32_ps(v[i], at);
+    }
+}
+static inline void qf_store3(float *p, const qf v[3]) {
+    __m256i at = _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5), back = _mm256_set1_epi32(-3);
+    qf a = _mm256_permutevar8x32_ps(v[0], at);
+    at = _mm256_add_epi32(at, back);
+    qf b = _mm256_permutevar8x32_ps(v[1], at);
+    qf c = _mm256_permutevar8x32_ps(v[2], _mm256_add_epi32(at, back));
+    qf_store(p, _mm256_blend_ps(_mm256_blend_ps(a, b, 0x92), c, 0x24));
+    qf_store(p + 8, _mm256_blend_ps(_mm256_blend_ps(a, b, 0x24), c, 0x49));
+    qf_store(p + 16, _mm256_blend_ps(_mm256_blend_ps(a, b, 0x49), c, 0x92));
+}
+static inline void qf_load4(const float *p, qf v[4]) {
+    qf a = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 16), 1);
+    qf b = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(p + 20), 1);
+    qf c = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 8)), _mm_loadu_ps(p + 24), 1);
+    qf d = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 12)), _mm_loadu_ps(p + 28), 1);
+    qf ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+    v[0] = _mm256_shuffle_ps(ab, cd, 0x44), v[1] = _mm256_shuffle_ps(ab, cd, 0xee);
+    ab = _mm256_unpackhi_ps(a, b), cd = _mm256_unpackhi_ps(c, d);
+    v[2] = _mm256_shuffle_ps(ab, cd, 0x44), v[3] = _mm256_shuffle_ps(ab, cd, 0xee);
+}
+static inline void qf_to_i8(int8_t *p, qf a) {
+    __m256i i = _mm256_cvtps_epi32(a);
+    __m128i w = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(w, w));
+}
 #include "expf.h"
+#include "part.h"
 #endif

@@ -1,7 +1,11 @@
 // Float32 primitives for AVX-512 (F, BW, DQ, VL).
 #ifndef QRT_SIMD_H
 #define QRT_SIMD_H
-#include <immintrin.h>
+#ifdef QRT_SIMDE // tests on processors without AVX-512
+#    include "simde.h"
+#else
+#    include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -22,8 +26,21 @@ static inline qf qf_fnma(qf a, qf b, qf c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline qf qf_max(qf a, qf b) { return _mm512_max_ps(a, b); }
 static inline qf qf_min(qf a, qf b) { return _mm512_min_ps(a, b); }
 static inline qf qf_abs(qf a) { return _mm512_abs_ps(a); }
-static inline float qf_hsum(qf a) { return _mm512_reduce_add_ps(a); }
-static inline float qf_hmax(qf a) { return _mm512_reduce_max_ps(a); }
+static inline __m256 qf_upper(qf a) {
+    return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+}
+static inline float qf_hsum(qf a) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), qf_upper(a));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float qf_hmax(qf a) {
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), qf_upper(a));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
 static inline qf qf_round(qf a) { return _mm512_roundscale_ps(a, 8); } // to nearest even
 static inline qf qf_pow2i(qf n) {
     __m512i i = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
@@ -39,5 +56,53 @@ static inline qf qf_from_bf16(const uint16_t *p) {
 static inline void qf_to_f16(uint16_t *p, qf a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0));
 }
+static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
+    qf ab = qf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    qf cd = qf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    qf s = qf_add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), qf_upper(s));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
+// Lane c of v[i] is p[3c + i]. As 3 and 16 have no common factor, the lanes (3c + i) % 16 differ for
+// all c: a blend collects them, a permutation (its indices count modulo 16) orders them.
+static inline void qf_load3(const float *p, qf v[3]) {
+    qf a = qf_load(p), b = qf_load(p + 16), c = qf_load(p + 32);
+    __m512i at = _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 2, 5, 8, 11, 14, 1, 4, 7, 10, 13);
+    v[0] = _mm512_mask_blend_ps(0x2492, _mm512_mask_blend_ps(0x4924, a, b), c);
+    v[1] = _mm512_mask_blend_ps(0x4924, _mm512_mask_blend_ps(0x9249, a, b), c);
+    v[2] = _mm512_mask_blend_ps(0x9249, _mm512_mask_blend_ps(0x2492, a, b), c);
+    for (int i = 0; i < 3; i++, at = _mm512_add_epi32(at, _mm512_set1_epi32(1))) {
+        v[i] = _mm512_permutexvar_ps(at, v[i]);
+    }
+}
+static inline void qf_store3(float *p, const qf v[3]) {
+    __m512i at = _mm512_setr_epi32(0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10, 5);
+    __m512i back = _mm512_set1_epi32(-11);
+    qf a = _mm512_permutexvar_ps(at, v[0]);
+    at = _mm512_add_epi32(at, back);
+    qf b = _mm512_permutexvar_ps(at, v[1]);
+    qf c = _mm512_permutexvar_ps(_mm512_add_epi32(at, back), v[2]);
+    qf_store(p, _mm512_mask_blend_ps(0x4924, _mm512_mask_blend_ps(0x2492, a, b), c));
+    qf_store(p + 16, _mm512_mask_blend_ps(0x2492, _mm512_mask_blend_ps(0x9249, a, b), c));
+    qf_store(p + 32, _mm512_mask_blend_ps(0x9249, _mm512_mask_blend_ps(0x4924, a, b), c));
+}
+// Quadruples i, i + 4, i + 8, i + 12 of p.
+static inline qf qf_quads(const float *p) {
+    qf a = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 16), 1);
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 32), 2);
+    return _mm512_insertf32x4(a, _mm_loadu_ps(p + 48), 3);
+}
+static inline void qf_load4(const float *p, qf v[4]) {
+    qf a = qf_quads(p), b = qf_quads(p + 4), c = qf_quads(p + 8), d = qf_quads(p + 12);
+    qf ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+    v[0] = _mm512_shuffle_ps(ab, cd, 0x44), v[1] = _mm512_shuffle_ps(ab, cd, 0xee);
+    ab = _mm512_unpackhi_ps(a, b), cd = _mm512_unpackhi_ps(c, d);
+    v[2] = _mm512_shuffle_ps(ab, cd, 0x44), v[3] = _mm512_shuffle_ps(ab, cd, 0xee);
+}
+static inline void qf_to_i8(int8_t *p, qf a) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 #include "expf.h"
+#include "part.h"
 #endif

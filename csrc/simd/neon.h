@@ -38,5 +38,26 @@ static inline qf qf_from_bf16(const uint16_t *p) {
 static inline void qf_to_f16(uint16_t *p, qf a) {
     vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
 }
+static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+// Lane c of v[i] is p[3c + i].
+static inline void qf_load3(const float *p, qf v[3]) {
+    float32x4x3_t t = vld3q_f32(p);
+    v[0] = t.val[0], v[1] = t.val[1], v[2] = t.val[2];
+}
+static inline void qf_store3(float *p, const qf v[3]) {
+    vst3q_f32(p, (float32x4x3_t){{v[0], v[1], v[2]}});
+}
+static inline void qf_load4(const float *p, qf v[4]) {
+    float32x4x4_t t = vld4q_f32(p);
+    v[0] = t.val[0], v[1] = t.val[1], v[2] = t.val[2], v[3] = t.val[3];
+}
+static inline void qf_to_i8(int8_t *p, qf a) {
+    int16x4_t w = vmovn_s32(vcvtnq_s32_f32(a));
+    int8x8_t b = vmovn_s16(vcombine_s16(w, w));
+    vst1_lane_s32((int32_t *)(void *)p, vreinterpret_s32_s8(b), 0);
+}
 #include "expf.h"
+#include "part.h"
 #endif
