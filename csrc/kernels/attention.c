@@ -1,14 +1,15 @@
-// Causal softmax attention over float16 pages, without a score matrix: keys are taken in blocks of at most
-// QRT_KEYS with a running maximum. A row's sums always run in the same order (a dot product in one vector along
-// dim, keys one after another, pieces of QRT_SPLIT_PAGES pages joined in order), whatever tile it sits in, so that
-// its result depends neither on the other rows of a step nor on threads.
+// Causal softmax attention over float16 pages, without a score matrix: keys are taken in blocks of
+// at most QRT_KEYS with a running maximum. A row's sums always run in the same order (a dot product
+// in one vector along dim, keys one after another, pieces of QRT_SPLIT_PAGES pages joined in
+// order), whatever tile it sits in, so that its result depends neither on the other rows of a step
+// nor on threads.
 #include "kernels.h"
 #include "scratch.h"
 
 #define NEVER -1e30f // a score that no key has
 
-// Rows first .. first + rows of a sequence, with all heads of one kv head: row i of the tile is row i / group,
-// head i % group.
+// Rows first .. first + rows of a sequence, with all heads of one kv head: row i of the tile is row
+// i / group, head i % group.
 typedef struct {
     int64_t row;   // of the step
     int64_t start; // tokens before it
@@ -20,7 +21,7 @@ typedef struct {
 typedef struct {
     float *q, *sum, *joined; // [queries][ld]
     float *score;            // [queries][QRT_KEYS]
-    float *top, *total, *joined_top, *joined_total;
+    float *top, *total, *joined_top, *joined_total, *factor;
     float *keys, *values; // converted: [QRT_KEY_CHUNK][ld], [QRT_KEYS][4 * QF]
     int64_t ld, dim;
 } buffers;
@@ -38,7 +39,8 @@ INLINE buffers carve(const qrt_ctx *c, int64_t queries, int64_t dim) {
     b.top = p, p += queries;
     b.total = p, p += queries;
     b.joined_top = p, p += queries;
-    b.joined_total = p;
+    b.joined_total = p, p += queries;
+    b.factor = p;
     return b;
 }
 
@@ -48,10 +50,27 @@ INLINE void convert(float *to, const uint16_t *from, int64_t n, int64_t padded) 
     for (; i < padded; i++) to[i] = i < n ? qrt_half((const uint8_t *)(from + i)) : 0;
 }
 
+// Rows that will be read soon. They are fetched into the second-level cache a few lines at a time
+// while others are worked on: pages lie anywhere, and the processor's own prefetching stops at
+// their ends.
+typedef struct {
+    const uint16_t *at, *end;
+    int64_t step; // elements of one call
+} stream;
+
+INLINE stream stream_of(const uint16_t *p, int64_t n, int64_t calls) {
+    return (stream){p, p + n, (n / calls + 31) / 32 * 32};
+}
+
+INLINE void fetch(stream *s) {
+    for (int64_t i = 0; i < s->step && s->at < s->end; i += 32, s->at += 32)
+        __builtin_prefetch(s->at, 0, 2);
+}
+
 // Dot products of nq queries with nk keys (both at most 4, one of them 4): score[i * QRT_KEYS + j].
 // halves: keys are float16 as stored, else converted float32.
-INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, int nk, bool halves, int64_t dim,
-                 float *score) {
+INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, int nk, bool halves,
+                 int64_t dim, float *score) {
     qf acc[4][4], zero = qf_zero();
     for (int i = 0; i < nq; i++) {
         for (int j = 0; j < nk; j++) acc[i][j] = zero;
@@ -59,7 +78,8 @@ INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, i
     for (int64_t d = 0; d < dim; d += QF) {
         qf k[4];
         for (int j = 0; j < nk; j++) {
-            k[j] = halves ? qf_from_f16((const uint16_t *)key[j] + d) : qf_load((const float *)key[j] + d);
+            k[j] = halves ? qf_from_f16((const uint16_t *)key[j] + d)
+                          : qf_load((const float *)key[j] + d);
         }
         for (int i = 0; i < nq; i++) {
             qf x = qf_load(q + i * q_ld + d);
@@ -68,38 +88,50 @@ INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, i
     }
     float out[4];
     if (nk == 4) {
-        for (int i = 0; i < nq; i++) qf_hsum4(score + i * QRT_KEYS, acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+        for (int i = 0; i < nq; i++)
+            qf_hsum4(score + i * QRT_KEYS, acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
         return;
     }
     for (int j = 0; j < nk; j++) {
-        qf_hsum4(out, acc[0][j], nq > 1 ? acc[1][j] : zero, nq > 2 ? acc[2][j] : zero, nq > 3 ? acc[3][j] : zero);
+        qf_hsum4(out, acc[0][j], nq > 1 ? acc[1][j] : zero, nq > 2 ? acc[2][j] : zero,
+                 nq > 3 ? acc[3][j] : zero);
         for (int i = 0; i < nq; i++) score[i * QRT_KEYS + j] = out[i];
     }
 }
 
-// Few queries: keys are read as they are stored. n keys, the last of which serves for those that fill up a pair.
-INLINE void scores_direct(const buffers *b, int nq, int at, const uint16_t *k, int n) {
+// Few queries: keys are read as they are stored. n keys, the last of which serves for those that
+// fill up a pair.
+INLINE void scores_direct(const buffers *b, int nq, int at, const uint16_t *k, int n,
+                          stream *next) {
     for (int j = 0; j < n; j += 2) {
         const void *key[2] = {k + j * b->dim, k + (j + 1 < n ? j + 1 : j) * b->dim};
         dots(b->q + at * b->ld, b->ld, nq, key, 2, true, b->dim, b->score + at * QRT_KEYS + j);
+        fetch(next);
     }
 }
 
-// score[i][j] for all queries and n keys; columns behind n may be written too
-static void scores(const buffers *b, int queries, const uint16_t *k, int n, bool direct) {
+// score[i][j] for all queries and n keys; columns behind n may be written too. Meanwhile the
+// block's values, at v, are fetched.
+static void scores(const buffers *b, int queries, const uint16_t *k, const uint16_t *v, int n,
+                   bool direct) {
     if (direct) {
+        stream next = stream_of(v, n * b->dim, (n + 1) / 2);
         int i = 0;
-        for (; i + 4 <= queries; i += 4) scores_direct(b, 4, i, k, n);
-        if (queries - i == 3) scores_direct(b, 3, i, k, n);
-        if (queries - i == 2) scores_direct(b, 2, i, k, n);
-        if (queries - i == 1) scores_direct(b, 1, i, k, n);
+        for (; i + 4 <= queries; i += 4) scores_direct(b, 4, i, k, n, &next);
+        if (queries - i == 3) scores_direct(b, 3, i, k, n, &next);
+        if (queries - i == 2) scores_direct(b, 2, i, k, n, &next);
+        if (queries - i == 1) scores_direct(b, 1, i, k, n, &next);
         return;
     }
+    stream next =
+        stream_of(v, n * b->dim, (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((queries + 2) / 3));
     for (int chunk = 0; chunk < n; chunk += QRT_KEY_CHUNK) {
         int m = n - chunk < QRT_KEY_CHUNK ? n - chunk : QRT_KEY_CHUNK;
-        for (int j = 0; j < m; j++) convert(b->keys + j * b->ld, k + (chunk + j) * b->dim, b->dim, b->ld);
+        for (int j = 0; j < m; j++)
+            convert(b->keys + j * b->ld, k + (chunk + j) * b->dim, b->dim, b->ld);
         for (int i = 0; i < queries; i += 3) {
             const float *q = b->q + i * b->ld;
+            fetch(&next);
             for (int j = 0; j < m; j += 4) {
                 const void *key[4];
                 for (int t = 0; t < 4; t++) key[t] = b->keys + (j + t < m ? j + t : m - 1) * b->ld;
@@ -116,8 +148,8 @@ static void scores(const buffers *b, int queries, const uint16_t *k, int n, bool
     }
 }
 
-// Scores of one query become weights e^(score - top), 0 behind the n keys that it may see; returns the factor
-// for what was summed under the maximum so far.
+// Scores of one query become weights e^(score - top), 0 behind the n keys that it may see; returns
+// the factor for what was summed under the maximum so far.
 INLINE float soften(float *score, int n, float *top, float *total) {
     for (int j = n; j < QRT_KEYS; j++) score[j] = NEVER;
     qf m = qf_load(score);
@@ -136,12 +168,14 @@ INLINE float soften(float *score, int n, float *top, float *total) {
     return e[0];
 }
 
-// sum[i] = factor[i] * sum[i] + sum over n keys of weight[i][j] * value[j], for nq queries and nv vectors of columns
-INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const float *factor, const void *value,
-                  int64_t value_ld, int nv, bool halves, int n) {
+// sum[i] = factor[i] * sum[i] + sum over n keys of weight[i][j] * value[j], for nq queries and nv
+// vectors of columns
+INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const float *factor,
+                  const void *value, int64_t value_ld, int nv, bool halves, int n) {
     qf acc[4][4];
     for (int i = 0; i < nq; i++) {
-        for (int t = 0; t < nv; t++) acc[i][t] = qf_mul(qf_set1(factor[i]), qf_load(sum + i * ld + t * QF));
+        for (int t = 0; t < nv; t++)
+            acc[i][t] = qf_mul(qf_set1(factor[i]), qf_load(sum + i * ld + t * QF));
     }
     for (int j = 0; j < n; j++) {
         qf v[4];
@@ -159,49 +193,68 @@ INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const flo
     }
 }
 
-INLINE void weigh_direct(const buffers *b, int nq, int at, const float *factor, const uint16_t *v, int n) {
-    float *sum = b->sum + at * b->ld;
-    const float *weight = b->score + at * QRT_KEYS;
-    int64_t d = 0;
-    for (; d + 2 * QF <= b->dim; d += 2 * QF) {
-        weigh(sum + d, b->ld, nq, weight, factor + at, v + d, b->dim, 2, true, n);
+// Few queries: values are read as they are stored, some rows with all columns at a time.
+INLINE void weigh_direct(const buffers *b, int nq, int at, const float *factor, const uint16_t *v,
+                         int n, stream *next) {
+    const float ones[4] = {1, 1, 1, 1}, *f = factor + at;
+    for (int j = 0; j < n; j += QRT_KEY_CHUNK, f = ones) {
+        int m = n - j < QRT_KEY_CHUNK ? n - j : QRT_KEY_CHUNK;
+        const float *weight = b->score + at * QRT_KEYS + j;
+        const uint16_t *rows = v + j * b->dim;
+        float *sum = b->sum + at * b->ld;
+        int64_t d = 0;
+        for (; d + 2 * QF <= b->dim; d += 2 * QF) {
+            weigh(sum + d, b->ld, nq, weight, f, rows + d, b->dim, 2, true, m);
+            fetch(next);
+        }
+        if (d < b->dim) weigh(sum + d, b->ld, nq, weight, f, rows + d, b->dim, 1, true, m);
     }
-    if (d < b->dim) weigh(sum + d, b->ld, nq, weight, factor + at, v + d, b->dim, 1, true, n);
 }
 
-static void weigh_values(const buffers *b, int queries, const float *factor, const uint16_t *v, int n, bool direct) {
+INLINE void weigh_converted(const buffers *b, int nq, int at, int64_t d, const float *factor,
+                            int nv, int n) {
+    weigh(b->sum + at * b->ld + d, b->ld, nq, b->score + at * QRT_KEYS, factor + at, b->values,
+          4 * QF, nv, false, n);
+}
+
+// sum = factor * sum + weights @ values for all queries and n keys. Meanwhile the next block's n
+// keys, at k, are fetched (NULL: there is none).
+static void weigh_values(const buffers *b, int queries, const float *factor, const uint16_t *v,
+                         const uint16_t *k, int n, bool direct) {
+    const int64_t ahead = k ? n * b->dim : 0;
     if (direct) {
+        stream next = stream_of(
+            k, ahead, (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((b->dim + 2 * QF - 1) / (2 * QF)));
         int i = 0;
-        for (; i + 4 <= queries; i += 4) weigh_direct(b, 4, i, factor, v, n);
-        if (queries - i == 3) weigh_direct(b, 3, i, factor, v, n);
-        if (queries - i == 2) weigh_direct(b, 2, i, factor, v, n);
-        if (queries - i == 1) weigh_direct(b, 1, i, factor, v, n);
+        for (; i + 4 <= queries; i += 4) weigh_direct(b, 4, i, factor, v, n, &next);
+        if (queries - i == 3) weigh_direct(b, 3, i, factor, v, n, &next);
+        if (queries - i == 2) weigh_direct(b, 2, i, factor, v, n, &next);
+        if (queries - i == 1) weigh_direct(b, 1, i, factor, v, n, &next);
         return;
     }
+    stream next = stream_of(k, ahead, (b->ld + 4 * QF - 1) / (4 * QF) * ((queries + 2) / 3));
     for (int64_t d = 0; d < b->ld; d += 4 * QF) {
-        int64_t width = b->ld - d < 4 * QF ? b->ld - d : 4 * QF, real = b->dim - d < width ? b->dim - d : width;
-        for (int j = 0; j < n; j++) convert(b->values + j * 4 * QF, v + j * b->dim + d, real, width);
-        for (int i = 0; i < queries; i += 3) {
-            int nq = queries - i < 3 ? queries - i : 3;
-            float *sum = b->sum + i * b->ld + d;
-            const float *w = b->score + i * QRT_KEYS;
-            if (nq == 3 && width == 4 * QF) {
-                weigh(sum, b->ld, 3, w, factor + i, b->values, 4 * QF, 4, false, n);
-                continue;
-            }
-            for (int t = 0; t < width; t += QF) {
-                for (int k = 0; k < nq; k++) {
-                    weigh(sum + k * b->ld + t, b->ld, 1, w + k * QRT_KEYS, factor + i + k, b->values + t, 4 * QF, 1,
-                          false, n);
-                }
-            }
+        int64_t width = b->ld - d < 4 * QF ? b->ld - d : 4 * QF,
+                real = b->dim - d < width ? b->dim - d : width;
+        int nv = (int)(width / QF), i = 0;
+        for (int j = 0; j < n; j++)
+            convert(b->values + j * 4 * QF, v + j * b->dim + d, real, width);
+        for (; i + 3 <= queries && nv == 4; i += 3) {
+            weigh_converted(b, 3, i, d, factor, 4, n);
+            fetch(&next);
+        }
+        for (; i < queries; i++) {
+            if (nv == 4) weigh_converted(b, 1, i, d, factor, 4, n);
+            if (nv == 3) weigh_converted(b, 1, i, d, factor, 3, n);
+            if (nv == 2) weigh_converted(b, 1, i, d, factor, 2, n);
+            if (nv == 1) weigh_converted(b, 1, i, d, factor, 1, n);
         }
     }
 }
 
 // Joins a later piece's sums to those of the pieces before it.
-INLINE void join(float *joined, float *joined_top, float *joined_total, const float *sum, float top, float total,
-                 int64_t ld) {
+INLINE void join(float *joined, float *joined_top, float *joined_total, const float *sum, float top,
+                 float total, int64_t ld) {
     float high = top > *joined_top ? top : *joined_top, e[QF], f[QF];
     qf a = qf_exp(qf_set1(*joined_top - high)), b = qf_exp(qf_set1(top - high));
     qf_store(e, a), qf_store(f, b);
@@ -216,12 +269,15 @@ INLINE void finish(float *out, const float *joined, float total, int64_t dim) {
     qf scale = qf_set1(1.0f / total);
     int64_t d = 0;
     for (; d + QF <= dim; d += QF) qf_store(out + d, qf_mul(qf_load(joined + d), scale));
-    if (d < dim) qf_store_part(out + d, qf_mul(qf_load_part(joined + d, (int)(dim - d)), scale), (int)(dim - d));
+    if (d < dim)
+        qf_store_part(out + d, qf_mul(qf_load_part(joined + d, (int)(dim - d)), scale),
+                      (int)(dim - d));
 }
 
 INLINE const float *query_at(const qrt_op *op, const tile *t, int i) {
     const qrt_view *q = &op->in[0];
-    return q->ptr + (t->row + i / t->group) * q->ld + (int64_t)(t->kv_head * t->group + i % t->group) * q->stride;
+    return q->ptr + (t->row + i / t->group) * q->ld +
+           (int64_t)(t->kv_head * t->group + i % t->group) * q->stride;
 }
 
 static void load_queries(const qrt_op *op, const tile *t, const buffers *b) {
@@ -233,29 +289,31 @@ static void load_queries(const qrt_op *op, const tile *t, const buffers *b) {
     }
 }
 
-// Fetches a block's rows ahead of their use, a line at a time.
-INLINE void fetch(const uint16_t *p, int64_t n) {
-    for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(p + i);
+// Where the key row (or value row) of a token lies in a pool.
+INLINE int64_t row_at(const qrt_op *op, const qrt_state *st, const tile *t, int64_t key) {
+    int64_t page = (int64_t)op->layer * st->n_pages + t->pages[key / st->page_tokens];
+    return ((page * st->kv_heads + t->kv_head) * st->page_tokens + key % st->page_tokens) *
+           st->head_dim;
 }
 
-// One piece: the pages of number piece * QRT_SPLIT_PAGES and following -> sum, top, total of each query.
-static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const buffers *b, int64_t piece) {
-    const int64_t head = (int64_t)st->page_tokens * b->dim, seen = t->start + t->rows; // keys that the last row sees
-    const int64_t block = st->page_tokens < QRT_KEYS ? st->page_tokens : QRT_KEYS;
+// One piece: the pages of number piece * QRT_SPLIT_PAGES and following -> sum, top, total of each
+// query.
+static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const buffers *b,
+                   int64_t piece) {
+    const int64_t tokens = st->page_tokens,
+                  seen = t->start + t->rows; // keys that the last row sees
+    const int64_t block = tokens < QRT_KEYS ? tokens : QRT_KEYS;
     const bool direct = t->queries <= 8 && b->dim % QF == 0;
-    int64_t key = piece * QRT_SPLIT_PAGES * st->page_tokens, end = key + QRT_SPLIT_PAGES * (int64_t)st->page_tokens;
+    int64_t key = piece * QRT_SPLIT_PAGES * tokens, end = key + QRT_SPLIT_PAGES * tokens;
     if (end > seen) end = seen;
-    float factor[QRT_QUERIES > 256 ? QRT_QUERIES : 256];
+    float *factor = b->factor;
     memset(b->sum, 0, (size_t)(t->queries * b->ld) * sizeof(float));
     for (int i = 0; i < t->queries; i++) b->top[i] = NEVER, b->total[i] = 0;
     while (key < end) {
-        int64_t in_page = key % st->page_tokens, page = t->pages[key / st->page_tokens];
-        int64_t at = (((int64_t)op->layer * st->n_pages + page) * st->kv_heads + t->kv_head) * head;
-        at += in_page * b->dim;
+        int64_t left = tokens - key % tokens, at = row_at(op, st, t, key);
         int n = (int)(end - key < block ? end - key : block);
-        if (n > st->page_tokens - in_page) n = (int)(st->page_tokens - in_page);
-        if (direct) fetch(st->v + at, n * b->dim);
-        scores(b, t->queries, st->k + at, n, direct);
+        if (n > left) n = (int)left;
+        scores(b, t->queries, st->k + at, st->v + at, n, direct);
         for (int i = 0; i < t->queries; i++) {
             int64_t own = t->start + i / t->group + 1 - key; // keys of this block that the row sees
             if (own <= 0) {
@@ -263,10 +321,12 @@ static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const b
                 memset(b->score + i * QRT_KEYS, 0, QRT_KEYS * sizeof(float));
                 factor[i] = 1;
             } else {
-                factor[i] = soften(b->score + i * QRT_KEYS, own < n ? (int)own : n, b->top + i, b->total + i);
+                factor[i] = soften(b->score + i * QRT_KEYS, own < n ? (int)own : n, b->top + i,
+                                   b->total + i);
             }
         }
-        weigh_values(b, t->queries, factor, st->v + at, n, direct);
+        const uint16_t *next = key + n < end ? st->k + row_at(op, st, t, key + n) : NULL;
+        weigh_values(b, t->queries, factor, st->v + at, next, n, direct);
         key += n;
     }
 }
@@ -292,16 +352,19 @@ static bool is_split(const qrt_op *op, const qrt_ctx *c) {
 }
 
 // Shared scratch in a split step: of row r, head h, piece p.
-INLINE float *partial(const qrt_ctx *c, int64_t heads, int64_t r, int64_t h, int64_t p, int64_t pieces, int64_t ld) {
+INLINE float *partial(const qrt_ctx *c, int64_t heads, int64_t r, int64_t h, int64_t p,
+                      int64_t pieces, int64_t ld) {
     return (float *)(void *)c->shared + ((r * heads + h) * pieces + p) * (ld + QRT_MAX_LANES);
 }
 
-// Tile number `number` counted over all sequences, the longest (last rows) of each first; false: there are no more.
+// Tile number `number` counted over all sequences, the longest (last rows) of each first; false:
+// there are no more.
 static bool tile_at(const qrt_op *op, const qrt_ctx *c, int64_t number, tile *t) {
     const qrt_batch *b = c->batch;
     int group = op->in[0].heads / op->n[0], height = qrt_attention_tile_rows(group);
     for (int s = 0; s < b->n_seqs; s++) {
-        int64_t rows = b->row_offsets[s + 1] - b->row_offsets[s], tiles = (rows + height - 1) / height;
+        int64_t rows = b->row_offsets[s + 1] - b->row_offsets[s],
+                tiles = (rows + height - 1) / height;
         if (number >= tiles) {
             number -= tiles;
             continue;
@@ -321,7 +384,8 @@ static bool tile_at(const qrt_op *op, const qrt_ctx *c, int64_t number, tile *t)
 // q: [T, heads, dim]   k, v: pages of the state   out: [T, heads * dim]
 static void attention(const qrt_op *op, const qrt_ctx *c) {
     const qrt_state *st = c->state;
-    const int64_t kv_heads = op->n[0], heads = op->in[0].heads, group = heads / kv_heads, dim = op->in[0].dim;
+    const int64_t kv_heads = op->n[0], heads = op->in[0].heads, group = heads / kv_heads,
+                  dim = op->in[0].dim;
     const buffers b = carve(c, group * qrt_attention_tile_rows((int)group), dim);
     const bool split = is_split(op, c);
     const int64_t pieces = longest(c), share = split ? pieces : 1; // units of a tile and kv head
@@ -336,7 +400,8 @@ static void attention(const qrt_op *op, const qrt_ctx *c) {
         if (split) {
             attend(op, st, &t, &b, piece);
             for (int i = 0; i < t.queries; i++) {
-                float *to = partial(c, heads, t.row + i / group, t.kv_head * group + i % group, piece, pieces, b.ld);
+                float *to = partial(c, heads, t.row + i / group, t.kv_head * group + i % group,
+                                    piece, pieces, b.ld);
                 memcpy(to, b.sum + i * b.ld, (size_t)b.ld * sizeof(float));
                 to[b.ld] = b.top[i], to[b.ld + 1] = b.total[i];
             }
@@ -348,12 +413,13 @@ static void attention(const qrt_op *op, const qrt_ctx *c) {
             attend(op, st, &t, &b, piece);
             for (int i = 0; i < t.queries; i++) {
                 if (b.total[i] == 0) continue; // the row sees nothing of this piece
-                join(b.joined + i * b.ld, b.joined_top + i, b.joined_total + i, b.sum + i * b.ld, b.top[i],
-                     b.total[i], b.ld);
+                join(b.joined + i * b.ld, b.joined_top + i, b.joined_total + i, b.sum + i * b.ld,
+                     b.top[i], b.total[i], b.ld);
             }
         }
         for (int i = 0; i < t.queries; i++) {
-            float *to = op->out.ptr + (t.row + i / group) * op->out.ld + (t.kv_head * group + i % group) * dim;
+            float *to = op->out.ptr + (t.row + i / group) * op->out.ld +
+                        (t.kv_head * group + i % group) * dim;
             finish(to, b.joined + i * b.ld, b.joined_total[i], dim);
         }
     }
@@ -363,7 +429,8 @@ static void attention(const qrt_op *op, const qrt_ctx *c) {
 static void attention_merge(const qrt_op *op, const qrt_ctx *c) {
     if (!is_split(op, c)) return;
     const qrt_batch *batch = c->batch;
-    const int64_t heads = op->in[0].heads, dim = op->in[0].dim, ld = qrt_padded(dim), pieces = longest(c);
+    const int64_t heads = op->in[0].heads, dim = op->in[0].dim, ld = qrt_padded(dim),
+                  pieces = longest(c);
     float *joined = (float *)(void *)c->scratch;
     int64_t lo, hi;
     qrt_share(c, batch->n_rows * heads, &lo, &hi);

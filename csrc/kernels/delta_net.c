@@ -1,8 +1,8 @@
-// The gated delta rule. The state is walked once per token: with S the state before a token (rows: values,
-// columns: keys), e = e^g, sk = S k, sq = S q,
+// The gated delta rule. The state is walked once per token: with S the state before a token (rows:
+// values, columns: keys), e = e^g, sk = S k, sq = S q,
 //     u = beta (v - e sk)    out = e sq + (k . q) u    S <- e S + u k
-// so the pass that writes S also reads it for the next token. One order of sums for every length of a step: a
-// row's result does not depend on how a prompt is cut.
+// so the pass that writes S also reads it for the next token. One order of sums for every length of
+// a step: a row's result does not depend on how a prompt is cut.
 #include "kernels.h"
 #include "scratch.h"
 
@@ -16,7 +16,8 @@ typedef struct {
 } token;
 
 // sk, sq: [GROUP] products of the state's rows with k and q
-INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, float *sk, float *sq) {
+INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, float *sk,
+                       float *sq) {
     qf a[GROUP], b[GROUP];
     for (int r = 0; r < GROUP; r++) a[r] = b[r] = qf_zero();
     for (int64_t i = 0; i < d; i += QF) {
@@ -31,9 +32,10 @@ INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, fl
     qf_hsum4(sq, b[0], b[1], b[2], b[3]);
 }
 
-// The state after token t, which has corrections u, and its products with the next token (NULL: none).
-INLINE void write_group(float *s, int64_t ld, int64_t d, const token *t, const float *u, const token *next,
-                        float *sk, float *sq) {
+// The state after token t, which has corrections u, and its products with the next token (NULL:
+// none).
+INLINE void write_group(float *s, int64_t ld, int64_t d, const token *t, const float *u,
+                        const token *next, float *sk, float *sq) {
     qf a[GROUP], b[GROUP], v[GROUP], decay = qf_set1(t->decay);
     for (int r = 0; r < GROUP; r++) a[r] = b[r] = qf_zero(), v[r] = qf_set1(u[r]);
     for (int64_t i = 0; i < d; i += QF) {
@@ -88,18 +90,21 @@ INLINE token token_at(const walk *w, int64_t t, float *pad, int64_t ld) {
 }
 
 // u and the output of a group's n values, from the products with the state before the token
-INLINE void correct(const token *t, int64_t at, int64_t n, const float *sk, const float *sq, float *u) {
+INLINE void correct(const token *t, int64_t at, int64_t n, const float *sk, const float *sq,
+                    float *u) {
     for (int64_t r = 0; r < n; r++) {
         u[r] = t->beta * (t->v[at + r] - t->decay * sk[r]);
         t->out[at + r] = t->decay * sq[r] + u[r] * t->kq;
     }
 }
 
-// values, ld: rows of s and their distance, multiples of GROUP and QF; pads: NULL, or room for two k and q pairs
+// values, ld: rows of s and their distance, multiples of GROUP and QF; pads: NULL, or room for two
+// k and q pairs
 INLINE void walk_rows(const walk *w, float *s, int64_t ld, float *pads) {
     float sk[QRT_DELTA_ROWS], sq[QRT_DELTA_ROWS], u[GROUP] = {0};
     token now = token_at(w, 0, pads, ld), next;
-    for (int64_t g = 0; g < w->values; g += GROUP) read_group(s + g * ld, ld, ld, &now, sk + g, sq + g);
+    for (int64_t g = 0; g < w->values; g += GROUP)
+        read_group(s + g * ld, ld, ld, &now, sk + g, sq + g);
     for (int64_t t = 0; t < w->n; t++) {
         bool more = t + 1 < w->n;
         if (more) next = token_at(w, t + 1, pads ? pads + ((t + 1) & 1) * 2 * ld : NULL, ld);
@@ -121,9 +126,11 @@ static void walk_padded(const walk *w) {
     int64_t ld = qrt_padded(w->d);
     float *s = w->scratch, *pads = s + QRT_DELTA_ROWS * ld;
     memset(s, 0, qrt_delta_scratch((int)w->d));
-    for (int64_t r = 0; r < w->values; r++) memcpy(s + r * ld, w->state + r * w->d, (size_t)w->d * sizeof *s);
+    for (int64_t r = 0; r < w->values; r++)
+        memcpy(s + r * ld, w->state + r * w->d, (size_t)w->d * sizeof *s);
     walk_rows(w, s, ld, pads);
-    for (int64_t r = 0; r < w->values; r++) memcpy(w->state + r * w->d, s + r * ld, (size_t)w->d * sizeof *s);
+    for (int64_t r = 0; r < w->values; r++)
+        memcpy(w->state + r * w->d, s + r * ld, (size_t)w->d * sizeof *s);
 }
 
 // q, k: [T, key heads, d]   v, out: [T, heads, d]   gates: [T, 2 * heads], log decays then betas
@@ -141,7 +148,8 @@ static void delta_net(const qrt_op *op, const qrt_ctx *c) {
         unit = qrt_take(c);
     }
     for (; unit < end; unit = even ? unit + 1 : qrt_take(c)) {
-        int64_t s = unit / (heads * parts), h = unit / parts % heads, value = unit % parts * QRT_DELTA_ROWS;
+        int64_t s = unit / (heads * parts), h = unit / parts % heads,
+                value = unit % parts * QRT_DELTA_ROWS;
         int64_t slot = (int64_t)b->slots[s] * st->delta_layers + op->layer;
         walk w = {.op = op,
                   .row = b->row_offsets[s],

@@ -33,7 +33,8 @@ INLINE float sum_of_squares(const float *x, int64_t n) {
 }
 
 // y = x * s * w * silu(z); w and z may be NULL.
-INLINE void scale_row(float *y, const float *x, float s, const float *w, const float *z, int64_t n) {
+INLINE void scale_row(float *y, const float *x, float s, const float *w, const float *z,
+                      int64_t n) {
     qf scale = qf_set1(s);
     int64_t i = 0;
     for (; i + QF <= n; i += QF) {
@@ -84,7 +85,8 @@ static void rms_norm(const qrt_op *op, const qrt_ctx *c) { norm(op, c, RMS); }
 static void gated_rms_norm(const qrt_op *op, const qrt_ctx *c) { norm(op, c, GATED_RMS); }
 static void l2_norm(const qrt_op *op, const qrt_ctx *c) { norm(op, c, L2); }
 
-// n <= BLOCK columns of row r from column `at` of a view: in place where they are adjacent, else copied to buf.
+// n <= BLOCK columns of row r from column `at` of a view: in place where they are adjacent, else
+// copied to buf.
 INLINE const float *columns(const qrt_view *v, int64_t r, int64_t at, int64_t n, float *buf) {
     const float *row = v->ptr + r * v->ld;
     if (v->heads == 1 || v->stride == v->dim) return row + at;
@@ -126,7 +128,8 @@ INLINE void elementwise(const qrt_op *op, const qrt_ctx *c, enum pair kind) {
         }
         if (i < n) {
             int m = (int)(n - i);
-            qf_store_part(out + i, combine(qf_load_part(x + i, m), qf_load_part(y + i, m), kind), m);
+            qf_store_part(out + i, combine(qf_load_part(x + i, m), qf_load_part(y + i, m), kind),
+                          m);
         }
         if (op->quant.q && n == BLOCK) quantize_block32(out, &op->quant, r, k);
         if (++k == blocks) k = 0, r++;

@@ -1,4 +1,5 @@
-// Ops that move, rotate or choose rows: embed, gather_rows, rope, conv1d_silu, moe_route, kv_append.
+// Ops that move, rotate or choose rows: embed, gather_rows, rope, conv1d_silu, moe_route,
+// kv_append.
 #include "kernels.h"
 #include "scratch.h"
 
@@ -24,10 +25,12 @@ static void gather_rows(const qrt_op *op, const qrt_ctx *c) {
     }
 }
 
-// Cosines and sines of position * frequency, computed in double and exact to float32 for angles below 2^20.
-static void rotations(const double *freq, const int32_t *position, int64_t axis_ld, const int32_t *sections,
-                      int half, float *cosines, float *sines) {
-    // pi / 2 in two parts; n has at most 20 bits and the first part 33, so that their product is exact.
+// Cosines and sines of position * frequency, computed in double and exact to float32 for angles
+// below 2^20.
+static void rotations(const double *freq, const int32_t *position, int64_t axis_ld,
+                      const int32_t *sections, int half, float *cosines, float *sines) {
+    // pi / 2 in two parts; n has at most 20 bits and the first part 33, so that their product is
+    // exact.
     const double shift = 0x1.8p52, inv = 0x1.45f306dc9c883p-1;
     const double pi1 = 0x1.921fb544p+0, pi2 = 0x1.0b4611a626331p-34;
     double p[3];
@@ -37,8 +40,11 @@ static void rotations(const double *freq, const int32_t *position, int64_t axis_
         if (axis && j >= 3 * sections[axis - 1]) axis = 0;
         double a = p[axis] * freq[j], n = (a * inv + shift) - shift;
         double r = (a - n * pi1) - n * pi2, s = r * r;
-        double sin_r = r + r * s * (-1.0 / 6 + s * (1.0 / 120 + s * (-1.0 / 5040 + s * (1.0 / 362880))));
-        double cos_r = 1 - s * (0.5 - s * (1.0 / 24 - s * (1.0 / 720 - s * (1.0 / 40320 - s * (1.0 / 3628800)))));
+        double sin_r =
+            r + r * s * (-1.0 / 6 + s * (1.0 / 120 + s * (-1.0 / 5040 + s * (1.0 / 362880))));
+        double cos_r =
+            1 -
+            s * (0.5 - s * (1.0 / 24 - s * (1.0 / 720 - s * (1.0 / 40320 - s * (1.0 / 3628800)))));
         int quarter = (int)n & 3;
         double co = quarter & 1 ? sin_r : cos_r, si = quarter & 1 ? cos_r : sin_r;
         cosines[j] = (float)(quarter == 1 || quarter == 2 ? -co : co);
@@ -80,7 +86,8 @@ static void rope(const qrt_op *op, const qrt_ctx *c) {
     }
 }
 
-// A block of n channels in scratch, one row of QRT_CONV_BLOCK for each tap: [channels][taps] -> [taps][channels]
+// A block of n channels in scratch, one row of QRT_CONV_BLOCK for each tap: [channels][taps] ->
+// [taps][channels]
 INLINE void taps_in(const float *p, int taps, int64_t n, float *rows) {
     int64_t i = 0;
     qf v[4];
@@ -122,7 +129,8 @@ INLINE qf convolve(const float *const *rows, const float *w, int taps, int64_t i
 #define MAX_TAPS 16
 
 // rows[k] = input k - (taps - 1) rows away from row t of a sequence, which may lie before the step
-INLINE void window(const float **rows, int taps, const float *x, int64_t ld, const float *before, int64_t t) {
+INLINE void window(const float **rows, int taps, const float *x, int64_t ld, const float *before,
+                   int64_t t) {
     for (int k = 0; k < taps; k++) {
         int64_t at = t + k - (taps - 1);
         rows[k] = at >= 0 ? x + at * ld : before + (at + taps - 1) * QRT_CONV_BLOCK;
@@ -134,7 +142,8 @@ static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
     const qrt_state *st = c->state;
     const qrt_batch *b = c->batch;
     const int taps = st->conv_kernel;
-    const int64_t channels = st->channels, blocks = (channels + QRT_CONV_BLOCK - 1) / QRT_CONV_BLOCK;
+    const int64_t channels = st->channels,
+                  blocks = (channels + QRT_CONV_BLOCK - 1) / QRT_CONV_BLOCK;
     float *w = (float *)(void *)c->scratch, *before = w + taps * QRT_CONV_BLOCK;
     int64_t lo, hi;
     qrt_share(c, blocks, &lo, &hi);
@@ -160,15 +169,18 @@ static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
                     for (; i + QF <= n; i += QF) qf_store(out + i, convolve(from, w, 4, i, QF));
                 }
                 for (; i + QF <= n; i += QF) qf_store(out + i, convolve(from, w, taps, i, QF));
-                if (i < n) qf_store_part(out + i, convolve(from, w, taps, i, (int)(n - i)), (int)(n - i));
+                if (i < n)
+                    qf_store_part(out + i, convolve(from, w, taps, i, (int)(n - i)), (int)(n - i));
             }
-            window(from, taps, x, op->in[0].ld, before, rows); // its first entries are the newest inputs
+            window(from, taps, x, op->in[0].ld, before,
+                   rows); // its first entries are the newest inputs
             taps_out(state, taps - 1, n, from);
         }
     }
 }
 
-// scores: [T, experts]   out: [T, 2 * used], expert numbers from the largest score down, then weights
+// scores: [T, experts]   out: [T, 2 * used], expert numbers from the largest score down, then
+// weights
 static void moe_route(const qrt_op *op, const qrt_ctx *c) {
     const qrt_view *x = &op->in[0];
     int used = op->n[0], experts = x->heads * x->dim;
@@ -177,7 +189,8 @@ static void moe_route(const qrt_op *op, const qrt_ctx *c) {
     for (int64_t r = lo; r < hi; r++) {
         const float *score = x->ptr + r * x->ld;
         float *best = op->out.ptr + r * op->out.ld, *weight = best + used;
-        // best: the experts chosen so far, weight: their scores; kept sorted, the earlier expert first among equals
+        // best: the experts chosen so far, weight: their scores; kept sorted, the earlier expert
+        // first among equals
         for (int e = 0, n = 0; e < experts; e++) {
             int at = n;
             while (at > 0 && score[e] > weight[at - 1]) at--;
@@ -192,7 +205,8 @@ static void moe_route(const qrt_op *op, const qrt_ctx *c) {
     }
 }
 
-// Out of float16's range means its largest number: an infinity would poison rows that must not see it.
+// Out of float16's range means its largest number: an infinity would poison rows that must not see
+// it.
 INLINE qf to_range(qf a) { return qf_min(qf_set1(65504.0f), qf_max(qf_set1(-65504.0f), a)); }
 
 INLINE void store_f16(uint16_t *to, const float *x, int64_t n) {

@@ -26,13 +26,15 @@ static inline size_t qrt_conv_scratch(int kernel) {
     return (size_t)(2 * kernel - 1) * QRT_CONV_BLOCK * sizeof(float);
 }
 
-// delta_net: a group of state rows and one row of each k and q pair, padded, for sizes d that vectors do not divide.
+// delta_net: a group of state rows and one row of each k and q pair, padded, for sizes d that
+// vectors do not divide.
 #define QRT_DELTA_ROWS 32
 static inline size_t qrt_delta_scratch(int d) {
     return (size_t)(QRT_DELTA_ROWS + 4) * (size_t)qrt_padded(d) * sizeof(float);
 }
 
-// attention: keys are taken in blocks of at most this many, queries (rows x heads of a group) in tiles.
+// attention: keys are taken in blocks of at most this many, queries (rows x heads of a group) in
+// tiles.
 #define QRT_KEYS 64
 #define QRT_QUERIES 48
 // Keys that are converted at once; columns of values that are.
@@ -43,21 +45,25 @@ static inline int qrt_attention_tile_rows(int group) {
 static inline size_t qrt_attention_scratch(int heads, int kv_heads, int dim) {
     size_t group = (size_t)(heads / kv_heads), d = (size_t)qrt_padded(dim);
     size_t queries = group * (size_t)qrt_attention_tile_rows((int)group);
-    size_t floats = queries * (3 * d + QRT_KEYS + 4 * QRT_MAX_LANES); // q, sums, joined sums, scores, scalars
-    floats += QRT_KEY_CHUNK * d + QRT_KEYS * 4 * QRT_MAX_LANES;       // converted keys and values
+    size_t floats =
+        queries * (3 * d + QRT_KEYS + 4 * QRT_MAX_LANES); // q, sums, joined sums, scores, scalars
+    floats += QRT_KEY_CHUNK * d + QRT_KEYS * 4 * QRT_MAX_LANES; // converted keys and values
     return floats * sizeof(float);
 }
 
-// The keys of a row are summed in pieces of this many pages, which are then joined in order: always the same
-// pieces, so that a row's result does not depend on who works on them.
+// The keys of a row are summed in pieces of this many pages, which are then joined in order: always
+// the same pieces, so that a row's result does not depend on who works on them.
 #define QRT_SPLIT_PAGES 8
-// Steps of at most this many rows hand out the pieces to different threads (attention_merge joins them).
+// Steps of at most this many rows hand out the pieces to different threads (attention_merge joins
+// them).
 static inline int qrt_attention_split_rows(int threads, int kv_heads) {
     int rows = 4 * threads / kv_heads;
     return rows < 1 ? 1 : rows > 16 ? 16 : rows;
 }
-// Shared scratch: a piece's sums, maximum and total for each row and head. pages: most pages of a sequence.
-static inline size_t qrt_attention_shared(int threads, int heads, int kv_heads, int dim, int64_t pages) {
+// Shared scratch: a piece's sums, maximum and total for each row and head. pages: most pages of a
+// sequence.
+static inline size_t qrt_attention_shared(int threads, int heads, int kv_heads, int dim,
+                                          int64_t pages) {
     size_t pieces = (size_t)((pages + QRT_SPLIT_PAGES - 1) / QRT_SPLIT_PAGES);
     return (size_t)qrt_attention_split_rows(threads, kv_heads) * (size_t)heads * pieces *
            (size_t)(qrt_padded(dim) + QRT_MAX_LANES) * sizeof(float);

@@ -2,8 +2,7 @@
 #ifndef QRT_SIMD_H
 #define QRT_SIMD_H
 #ifdef QRT_SIMDE // tests on processors without AVX-512
-#    include <simde/x86/avx512.h>
-#    include <simde/x86/f16c.h>
+#    include "simde.h"
 #else
 #    include <immintrin.h>
 #endif
@@ -27,8 +26,21 @@ static inline qf qf_fnma(qf a, qf b, qf c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline qf qf_max(qf a, qf b) { return _mm512_max_ps(a, b); }
 static inline qf qf_min(qf a, qf b) { return _mm512_min_ps(a, b); }
 static inline qf qf_abs(qf a) { return _mm512_abs_ps(a); }
-static inline float qf_hsum(qf a) { return _mm512_reduce_add_ps(a); }
-static inline float qf_hmax(qf a) { return _mm512_reduce_max_ps(a); }
+static inline __m256 qf_upper(qf a) {
+    return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+}
+static inline float qf_hsum(qf a) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), qf_upper(a));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float qf_hmax(qf a) {
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), qf_upper(a));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
 static inline qf qf_round(qf a) { return _mm512_roundscale_ps(a, 8); } // to nearest even
 static inline qf qf_pow2i(qf n) {
     __m512i i = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
@@ -48,7 +60,7 @@ static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
     qf ab = qf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     qf cd = qf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     qf s = qf_add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), qf_upper(s));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
 // Lane c of v[i] is p[3c + i]. As 3 and 16 have no common factor, the lanes (3c + i) % 16 differ for
@@ -74,12 +86,15 @@ static inline void qf_store3(float *p, const qf v[3]) {
     qf_store(p + 16, _mm512_mask_blend_ps(0x2492, _mm512_mask_blend_ps(0x9249, a, b), c));
     qf_store(p + 32, _mm512_mask_blend_ps(0x9249, _mm512_mask_blend_ps(0x4924, a, b), c));
 }
+// Quadruples i, i + 4, i + 8, i + 12 of p.
+static inline qf qf_quads(const float *p) {
+    qf a = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 16), 1);
+    a = _mm512_insertf32x4(a, _mm_loadu_ps(p + 32), 2);
+    return _mm512_insertf32x4(a, _mm_loadu_ps(p + 48), 3);
+}
 static inline void qf_load4(const float *p, qf v[4]) {
-    qf w = qf_load(p), x = qf_load(p + 16), y = qf_load(p + 32), z = qf_load(p + 48);
-    qf wx = _mm512_shuffle_f32x4(w, x, 0x44), yz = _mm512_shuffle_f32x4(y, z, 0x44);
-    qf a = _mm512_shuffle_f32x4(wx, yz, 0x88), b = _mm512_shuffle_f32x4(wx, yz, 0xdd);
-    wx = _mm512_shuffle_f32x4(w, x, 0xee), yz = _mm512_shuffle_f32x4(y, z, 0xee);
-    qf c = _mm512_shuffle_f32x4(wx, yz, 0x88), d = _mm512_shuffle_f32x4(wx, yz, 0xdd);
+    qf a = qf_quads(p), b = qf_quads(p + 4), c = qf_quads(p + 8), d = qf_quads(p + 12);
     qf ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
     v[0] = _mm512_shuffle_ps(ab, cd, 0x44), v[1] = _mm512_shuffle_ps(ab, cd, 0xee);
     ab = _mm512_unpackhi_ps(a, b), cd = _mm512_unpackhi_ps(c, d);

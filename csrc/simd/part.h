@@ -1,4 +1,5 @@
-// The first n < QF elements of a vector, in terms of the primitives: the ends of rows that QF does not divide.
+// The first n < QF elements of a vector, in terms of the primitives: the ends of rows that QF does
+// not divide.
 static inline qf qf_load_part(const float *p, int n) { // the other lanes are 0
     float t[QF] = {0};
     memcpy(t, p, (size_t)n * sizeof *p);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class EngineDefaults:
     n_batch: int = 512  # rows of one step: a prefill slice
     page_tokens: int = 64  # tokens of one KV page
     max_tokens: int = 256
+    logits_rows: int = 64  # rows of one step whose logits can be asked for
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,12 @@ def environment(source: Mapping[str, str] = os.environ) -> Environment:
         return source.get(f"QWEN35RT_{name}") or None
 
     return Environment(isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"))
+
+
+def cache_dir(source: Mapping[str, str] = os.environ) -> Path:
+    """QWEN35RT_CACHE, else the platform's cache folder. Not created here."""
+    own = environment(source).cache
+    if own:
+        return Path(own)
+    base = source.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "qwen35rt"

@@ -1,0 +1,61 @@
+// AVX-512 for tests on processors without it: SIMDe, and what we use that SIMDe lacks, in AVX2.
+#ifndef QRT_SIMDE_H
+#define QRT_SIMDE_H
+#include <simde/x86/avx512.h>
+#include <immintrin.h>
+
+typedef union {
+    simde__m512 v;
+    simde__m512i i;
+    __m256 h[2];
+    __m256i hi[2];
+} qrt_halves;
+
+static inline simde__m512i qrt_cvtps_epi32(simde__m512 a) {
+    qrt_halves x = {.v = a}, y;
+    for (int i = 0; i < 2; i++) y.hi[i] = _mm256_cvtps_epi32(x.h[i]);
+    return y.i;
+}
+static inline simde__m512 qrt_cvtph_ps(__m256i a) {
+    qrt_halves y;
+    y.h[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(a));
+    y.h[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1));
+    return y.v;
+}
+static inline __m256i qrt_cvtps_ph(simde__m512 a) {
+    qrt_halves x = {.v = a};
+    return _mm256_set_m128i(_mm256_cvtps_ph(x.h[1], 0), _mm256_cvtps_ph(x.h[0], 0));
+}
+static inline simde__m512i qrt_cvtepu16_epi32(__m256i a) {
+    qrt_halves y;
+    y.hi[0] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(a));
+    y.hi[1] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1));
+    return y.i;
+}
+static inline simde__m512 qrt_roundscale_ps(simde__m512 a) {
+    qrt_halves x = {.v = a}, y;
+    for (int i = 0; i < 2; i++) y.h[i] = _mm256_round_ps(x.h[i], 8);
+    return y.v;
+}
+static inline __m128i qrt_cvtepi32_epi8(simde__m512i a) {
+    qrt_halves x = {.i = a};
+    int8_t b[16];
+    int32_t w[16];
+    _mm256_storeu_si256((__m256i *)w, x.hi[0]);
+    _mm256_storeu_si256((__m256i *)(w + 8), x.hi[1]);
+    for (int i = 0; i < 16; i++) b[i] = (int8_t)w[i];
+    return _mm_loadu_si128((const __m128i *)b);
+}
+#undef _mm512_cvtps_epi32
+#undef _mm512_cvtepi32_epi8
+#define _mm512_cvtepi32_epi8(a) qrt_cvtepi32_epi8(a)
+#undef _mm512_cvtph_ps
+#undef _mm512_cvtps_ph
+#undef _mm512_cvtepu16_epi32
+#undef _mm512_roundscale_ps
+#define _mm512_cvtps_epi32(a) qrt_cvtps_epi32(a)
+#define _mm512_cvtph_ps(a) qrt_cvtph_ps(a)
+#define _mm512_cvtps_ph(a, mode) qrt_cvtps_ph(a)
+#define _mm512_cvtepu16_epi32(a) qrt_cvtepu16_epi32(a)
+#define _mm512_roundscale_ps(a, mode) qrt_roundscale_ps(a)
+#endif

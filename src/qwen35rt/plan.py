@@ -1,0 +1,110 @@
+"""A request, validated, tokenised and budgeted before any state is touched. Pure functions; knows no JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .config import ENGINE, SAMPLING_LIMITS
+from .engine.sampler import SamplingParams, fresh_seed
+from .errors import ContextLengthExceeded, RequestError
+
+# Names that callers may also use -> names of SamplingParams.
+_ALIASES = {"repeat_penalty": "repetition_penalty"}
+# general.sampling.* of a model file -> names of SamplingParams (C10).
+_FILE_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repeat_last_n",
+}
+SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) | set(_ALIASES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A turn that can run: every limit is checked and the seed is fixed.
+
+    ``budget``: tokens to generate at most (C20). ``keep_at``: a position in the prompt whose state is worth keeping,
+    since later prompts are likely to share the tokens before it; 0: none.
+    """
+
+    ids: tuple[int, ...]
+    budget: int
+    params: SamplingParams
+    seed: int
+    include_stop: bool = False
+    skip_special: bool = True
+    cache: bool = True
+    keep_at: int = 0
+
+
+def sampling_params(given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: int) -> SamplingParams:
+    """Sampling fields of a request; absent ones and None take the model file's value, else the default (C10).
+
+    ``file``: the model's metadata. Raises RequestError naming the field for unknown names and illegal values.
+    """
+    values: dict[str, Any] = {}
+    for key, name in _FILE_SAMPLING.items():
+        found = file.get(f"general.sampling.{key}")
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            values[name] = found
+    for name, value in given.items():
+        if name not in SAMPLING_FIELDS:
+            raise RequestError(f"there is no option '{name}'; known: {', '.join(sorted(SAMPLING_FIELDS))}", name)
+        if value is not None:
+            values[_ALIASES.get(name, name)] = value
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    params = SamplingParams(**values)
+    params.validate(n_vocab)
+    return params
+
+
+def make_plan(
+    ids: Sequence[int],
+    params: SamplingParams,
+    n_ctx: int,
+    n_vocab: int,
+    *,
+    max_tokens: int | None = None,
+    include_stop: bool = False,
+    skip_special: bool = True,
+    cache: bool = True,
+    keep_at: int = 0,
+) -> Plan:
+    """Check a tokenised prompt against the context and the vocabulary, and fix budget and seed.
+
+    ``max_tokens`` None: 256; -1: up to the end of the context. Raises RequestError (an empty prompt, an id that the
+    vocabulary lacks: B84) and ContextLengthExceeded (B83, C18).
+    """
+    limit = ENGINE.max_tokens if max_tokens is None else max_tokens
+    if isinstance(limit, bool) or not isinstance(limit, int) or not -1 <= limit <= SAMPLING_LIMITS.max_tokens:
+        raise RequestError(f"max_tokens must be an integer from -1 to {SAMPLING_LIMITS.max_tokens}", "max_tokens")
+    check_ids(ids, n_vocab)
+    if len(ids) >= n_ctx:
+        raise ContextLengthExceeded(len(ids), n_ctx)
+    room = n_ctx - len(ids)
+    seed = fresh_seed() if params.seed is None or params.seed == -1 else params.seed
+    return Plan(
+        ids=tuple(ids),
+        budget=room if limit == -1 else min(limit, room),
+        params=replace(params, seed=seed),
+        seed=seed,
+        include_stop=include_stop,
+        skip_special=skip_special,
+        cache=cache,
+        keep_at=keep_at if 0 < keep_at < len(ids) else 0,
+    )
+
+
+def check_ids(ids: Sequence[int], n_vocab: int) -> None:
+    """Raise RequestError if there are no ids, or one is no token of the vocabulary."""
+    if not len(ids):
+        raise RequestError("the prompt is empty: it has no tokens", "prompt")
+    for at, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < n_vocab:
+            raise RequestError(f"prompt[{at}] is {token!r}; token ids are integers from 0 to {n_vocab - 1}", "prompt")
