@@ -183,7 +183,7 @@ INLINE void product_float(const int format, const product *p, int64_t row0, int6
             w[i] = to;
         }
         for (int64_t t = 0; t < p->n; t += FTILE) {
-            float y[FTILE][FROWS] = {{0}};
+            float y[FTILE][FROWS];
             const float *x[FTILE];
             const int m = (int)(p->n - t < FTILE ? p->n - t : FTILE);
             for (int i = 0; i < m; i++) x[i] = p->xf + p->x_rows[t + i] * p->x_ld;
