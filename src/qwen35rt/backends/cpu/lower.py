@@ -204,8 +204,9 @@ def lower(program: Program, limits: Limits, fuse: bool = True) -> Lowered:
     live: list[Value] = []
     for i, node in enumerate(nodes):
         for value in node.outs:
-            place[value.id] = arena.take(4 * rows_of(value) * value.width)
-            live.append(value)
+            if value.id not in place:  # both halves of attention write the same value
+                place[value.id] = arena.take(4 * rows_of(value) * value.width)
+                live.append(value)
         if node.quantizes:
             value = node.op.ins[0].value if node.op.kind == "quantize" else node.outs[0]
             quant_place[value.id] = arena.take(quant_bytes(rows_of(value), value.width))
