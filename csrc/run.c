@@ -24,6 +24,28 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+// Bytes of a thread's own scratch for an op: see the comments at each kernel.
+static size_t own_scratch(const qrt_op *op, const qrt_batch *b, const qrt_state *s) {
+    const int64_t rows = op->gathered ? b->n_out : b->n_rows;
+    const qrt_view *q = &op->in[0];
+    switch (op->kind) {
+    case QRT_LINEAR: return qrt_linear_scratch(rows, rows, 0, op->in[0].dim);
+    case QRT_MOE_LINEAR:
+        return qrt_linear_scratch(2 * rows * op->n[0], rows * op->n[0], op->parts[0].w.experts + 1,
+                                  op->parts[0].w.cols);
+    case QRT_ROPE: return qrt_rope_scratch(op->n[0]);
+    case QRT_CONV1D_SILU: return qrt_conv_scratch(s->conv_kernel);
+    case QRT_DELTA_NET: return qrt_delta_scratch(s->d);
+    case QRT_ATTENTION: return qrt_attention_scratch(q->heads, op->n[0], q->dim);
+    default: return 0;
+    }
+}
+
+static size_t shared_scratch(const qrt_op *op, const qrt_batch *b, int threads) {
+    if (op->kind != QRT_ATTENTION) return 0;
+    return qrt_attention_shared(threads, op->in[0].heads, op->n[0], op->in[0].dim, b->page_width);
+}
+
 static void walk(void *arg, int thread, int threads) {
     step *s = arg;
     qrt_ctx c = {.batch = s->batch,
@@ -55,7 +77,7 @@ int qrt_run(const qrt_kernels *kernels, qrt_pool *pool, const qrt_op *ops, int n
     int threads = qrt_pool_threads(pool);
     size_t own = 0, shared = 0;
     for (int i = 0; i < n_ops; i++) {
-        size_t a = qrt_op_scratch(&ops[i], batch, state), b = qrt_op_shared(&ops[i], batch, state);
+        size_t a = own_scratch(&ops[i], batch, state), b = shared_scratch(&ops[i], batch, threads);
         if (a > own) own = a;
         if (b > shared) shared = b;
     }

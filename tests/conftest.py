@@ -31,3 +31,13 @@ def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """TINY-MOE. Shared: do not write to it."""
     return write_tiny(tmp_path_factory.mktemp("tiny") / "moe.gguf", "moe")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without -m, leave out the long forms."""
+    if config.option.markexpr:
+        return
+    long = [i for i in items if i.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [i for i in items if i not in long]

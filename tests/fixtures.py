@@ -282,8 +282,8 @@ def write_script(
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], *, parts: int = 1, empty_first: bool = False
 ) -> Path:
-    """Write a file with the gguf package. Values of ``metadata``: int (u32 or i32), float (f32), bool, str, lists of
-    these, or (value, GGUFValueType). ``empty_first``: part 1 of a split model holds no tensors."""
+    """Write a file with the gguf package. Values of ``metadata``: int (u32, or i32 in lists and below 0), float (f32),
+    bool, str, lists of these, or (value, GGUFValueType). ``empty_first``: part 1 of a split model holds no tensors."""
     names = list(tensors)
     if parts == 1:
         return _write_part(path, metadata, tensors)
@@ -308,7 +308,10 @@ def _write_part(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, S
         if isinstance(value, tuple):
             writer.add_key_value(key, *value)
         elif isinstance(value, list):
-            writer.add_key_value(key, value, GGUFValueType.ARRAY, _value_type(value[0]))
+            kind = _value_type(value[0])
+            if kind == GGUFValueType.UINT32:
+                kind = GGUFValueType.INT32
+            writer.add_key_value(key, value, GGUFValueType.ARRAY, kind)
         else:
             writer.add_key_value(key, value, _value_type(value))
     for name, values in tensors.items():
@@ -317,10 +320,12 @@ def _write_part(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, S
             writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType(BY_NAME[form].id))
         else:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
     return path
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from qwen35rt.backends.base import Backend
 from qwen35rt.backends.reference import ReferenceBackend
+from qwen35rt.config import environment
 
 ISA_LEVELS = ("scalar", "avx2", "avx512", "avx512bf16", "neon")
 
 
 def oracle() -> Path:
     """The folder with the oracle's data (it may not exist)."""
-    given = os.environ.get("QWEN35RT_ORACLE")
+    given = environment().oracle
     return Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "oracle"
 
 
@@ -54,7 +52,7 @@ class Implementation:
     name: str
     make: Callable[[], Backend]
     exact: frozenset[str]
-    kv_dtype: type[np.floating[Any]] = np.float32
+    kv_dtype: str = "float32"
 
     def __str__(self) -> str:
         return self.name
@@ -66,5 +64,5 @@ def implementations() -> list[Implementation]:
     made = [Implementation("reference", ReferenceBackend, files)]
     for isa in isa_levels():
         exact = frozenset({"f32", "f16"} if isa == "avx512bf16" else {"f32", "f16", "bf16"})
-        made.append(Implementation(f"cpu-{isa}", partial(cpu_backend, isa), exact, np.float16))
+        made.append(Implementation(f"cpu-{isa}", partial(cpu_backend, isa), exact, "float16"))
     return made

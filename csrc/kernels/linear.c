@@ -38,24 +38,52 @@ INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, 
 
 typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
 
+// One function for each kind of panel and each format's packing: products share them.
+typedef void (*mul_fn)(const panel *, int nb, const qrt_quant *, const int32_t *xs, int64_t n, int64_t first_block,
+                       float *acc);
+#define MUL(BITS, GROUP)                                                                           \
+    static __attribute__((noinline)) void mul_##BITS##_##GROUP(                                    \
+        const panel *p, int nb, const qrt_quant *x, const int32_t *xs, int64_t n, int64_t first,   \
+        float *acc) {                                                                              \
+        mul_panel(BITS, GROUP, p, nb, x, xs, n, first, acc);                                       \
+    }
+MUL(4, 32)
+MUL(4, 16)
+MUL(5, 32)
+MUL(6, 16)
+MUL(8, 32)
+MUL(8, 16)
+
+typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int64_t first_block32, int nb, panel *);
+#define X(NAME, name, ...)                                                                         \
+    static void packed_##name(const uint8_t *rows, int64_t row_bytes, int n_rows,                  \
+                              int64_t first_block32, int nb, panel *p) {                           \
+        panel_pack_##name(rows, row_bytes, n_rows, first_block32, nb, p);                          \
+    }
+QRT_QUANT_FORMATS(X)
+#undef X
+
+static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch, pack_fn pack,
+                          mul_fn mul) {
+    _Alignas(64) uint8_t q[256 * NR];
+    _Alignas(64) float s[16 * NR], m[16 * NR];
+    panel to = {q, s, m};
+    float *acc = (float *)scratch;
+    const int64_t blocks = p->w->cols / 32;
+    for (int64_t r = row0; r < row0 + rows; r += NR) {
+        const int n_rows = (int)(row0 + rows - r < NR ? row0 + rows - r : NR);
+        memset(acc, 0, (size_t)p->n * NR * sizeof(float));
+        for (int64_t b = 0; b < blocks; b += 8) {
+            const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
+            pack(p->data + r * p->w->row_bytes, p->w->row_bytes, n_rows, b, nb, &to);
+            mul(&to, nb, p->x, p->x_rows, p->n, b, acc);
+        }
+        for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, acc + i * NR, n_rows);
+    }
+}
 #define X(NAME, name, id, block, bytes, BITS, GROUP, OFF)                                          \
     static void product_##name(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {   \
-        _Alignas(64) uint8_t q[256 * NR];                                                          \
-        _Alignas(64) float s[256 / GROUP * NR], m[256 / GROUP * NR];                               \
-        panel panel_ = {q, s, m};                                                                  \
-        float *acc = (float *)scratch;                                                             \
-        const int64_t blocks = p->w->cols / 32;                                                    \
-        for (int64_t r = row0; r < row0 + rows; r += NR) {                                         \
-            const int n_rows = (int)(row0 + rows - r < NR ? row0 + rows - r : NR);                 \
-            memset(acc, 0, (size_t)p->n * NR * sizeof(float));                                     \
-            for (int64_t b = 0; b < blocks; b += 8) {                                              \
-                const int nb = (int)(blocks - b < 8 ? blocks - b : 8);                             \
-                panel_pack_##name(p->data + r * p->w->row_bytes, p->w->row_bytes, n_rows, b, nb,   \
-                                  &panel_);                                                        \
-                mul_panel(BITS, GROUP, &panel_, nb, p->x, p->x_rows, p->n, b, acc);                \
-            }                                                                                      \
-            for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, acc + i * NR, n_rows);           \
-        }                                                                                          \
+        product_quant(p, row0, rows, scratch, packed_##name, mul_##BITS##_##GROUP);                \
     }
 QRT_QUANT_FORMATS(X)
 #undef X
@@ -155,7 +183,7 @@ INLINE void product_float(const int format, const product *p, int64_t row0, int6
             w[i] = to;
         }
         for (int64_t t = 0; t < p->n; t += FTILE) {
-            float y[FTILE][FROWS];
+            float y[FTILE][FROWS] = {{0}};
             const float *x[FTILE];
             const int m = (int)(p->n - t < FTILE ? p->n - t : FTILE);
             for (int i = 0; i < m; i++) x[i] = p->xf + p->x_rows[t + i] * p->x_ld;
@@ -184,7 +212,7 @@ static const product_fn products[QRT_N_FORMATS] = {
 static int64_t x_block(const qrt_tensor *w, int64_t n) {
     const int64_t bytes = w->cols * (w->format <= QRT_BF16 ? 4 : 1);
     int64_t rows = X_BYTES / bytes / 12 * 12;
-    rows = rows < 24 ? 24 : rows > 252 ? 252 : rows;
+    rows = rows < 24 ? 24 : rows > QRT_X_ROWS ? QRT_X_ROWS : rows;
     return n < rows ? n : rows;
 }
 

@@ -232,7 +232,7 @@ INLINE void pack_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *t
     wv scales[4];
     wv_rows(src + 192, stride, scales);
     for (int g = 0; g < 16; g++) {
-        wv scale = (scales[g / 4] >> 8 * (g % 4) & 255 ^ 128) - 128; // sign extended
+        wv scale = ((scales[g / 4] >> 8 * (g % 4) & 255) ^ 128) - 128; // sign extended
         store_s(to, g, 32, scaled(d, scale));
     }
     for (int i = 0; i < 4; i++) { // half a block, and 16 of its 32 bytes of qh

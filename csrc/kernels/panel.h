@@ -128,7 +128,10 @@ PACK_BY_LINES(tq1_0)
             }                                                                                      \
             pack_##name(from, stride, nb, &to);                                                    \
             for (int lane = missing < QF ? QF - missing : 0; lane < QF; lane++) {                  \
-                for (int g = 0; g < nb * 32 / GROUP; g++) to.s[g * NR + lane] = 0;                 \
+                for (int g = 0; g < nb * 32 / GROUP; g++) {                                        \
+                    to.s[g * NR + lane] = 0;                                                       \
+                    if (BITS < 8 || SIGNED_OFF) to.m[g * NR + lane] = 0;                           \
+                }                                                                                  \
             }                                                                                      \
         }                                                                                          \
     }

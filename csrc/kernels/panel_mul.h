@@ -50,25 +50,27 @@ INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
 INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
                       const xrow *x, int k, ilane out[][NV]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const int steps = group / 4, hold = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    const int hold = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
 #    pragma GCC unroll 8
-    for (int j0 = 0; j0 < steps; j0 += hold) {
+    for (int j0 = 0; j0 < group / 4; j0 += hold) {
         __m256i sum[TILE][NV];
 #    pragma GCC unroll 8
-        for (int j = j0; j < j0 + hold && j < steps; j++) {
-            __m256i w[NV];
+        for (int j = j0; j < j0 + hold && j < group / 4; j++) {
+            __m256i w[NV], a[NV];
 #    pragma GCC unroll 2
-            for (int v = 0; v < NV; v++)
+            for (int v = 0; v < NV; v++) {
                 w[v] = _mm256_loadu_si256((const __m256i *)(q + (j * NV + v) * 32));
+                a[v] = _mm256_abs_epi8(w[v]);
+            }
 #    pragma GCC unroll 4
             for (int t = 0; t < mr; t++) {
                 int32_t four;
                 memcpy(&four, x[t].q + k + 4 * j, 4);
-                __m256i b = _mm256_set1_epi32(four), a = _mm256_abs_epi8(b);
+                __m256i b = _mm256_set1_epi32(four);
 #    pragma GCC unroll 2
                 for (int v = 0; v < NV; v++) {
-                    // Signed weights: |x| * (w with the sign of x); pairs stay below 2^15 as |x| <= 127.
-                    __m256i p = bits == 8 ? _mm256_maddubs_epi16(a, _mm256_sign_epi8(w[v], b))
+                    // Signed weights: |w| * (x with the sign of w); pairs stay below 2^15 as |x| <= 127.
+                    __m256i p = bits == 8 ? _mm256_maddubs_epi16(a[v], _mm256_sign_epi8(b, w[v]))
                                           : _mm256_maddubs_epi16(w[v], b);
                     sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
                 }

@@ -13,8 +13,14 @@
 
 #if QF == 1
 typedef uint32_t wv;
+static inline qf qf_from_int(wv a) { return (float)(int32_t)a; }
 #else
 typedef uint32_t wv __attribute__((vector_size(4 * QF)));
+static inline qf qf_from_int(wv a) {
+    typedef int32_t ints __attribute__((vector_size(4 * QF)));
+    typedef float floats __attribute__((vector_size(4 * QF)));
+    return (qf) __builtin_convertvector((ints)a, floats);
+}
 #endif
 static inline void wv_store(uint8_t *p, wv a) { memcpy(p, &a, sizeof a); }
 static inline wv wv_row_words(const uint8_t *p, int64_t stride) {
@@ -54,15 +60,16 @@ static inline wv wv_lookup(const uint8_t table[16], wv a) {
     __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
     return (wv)_mm512_shuffle_epi8(t, (__m512i)a);
 }
-static inline qf qf_from_int(wv a) { return _mm512_cvtepi32_ps((__m512i)a); }
 static inline qf qf_halves(const uint8_t *p, int64_t stride) {
     uint16_t h[16];
     for (int r = 0; r < 16; r++) memcpy(h + r, p + r * stride, 2);
     return qf_from_f16(h);
 }
 static inline void qf_of_pairs(wv a, qf *low, qf *high) {
-    *low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)a));
-    *high = _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(a >> 16)));
+    typedef uint16_t halves __attribute__((vector_size(32)));
+    halves h[2] = {__builtin_convertvector(a, halves), __builtin_convertvector(a >> 16, halves)};
+    *low = qf_from_f16((const uint16_t *)h);
+    *high = qf_from_f16((const uint16_t *)(h + 1));
 }
 
 #elif defined(QRT_LEVEL_AVX2)
@@ -84,7 +91,6 @@ static inline wv wv_lookup(const uint8_t table[16], wv a) {
     __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
     return (wv)_mm256_shuffle_epi8(t, (__m256i)a);
 }
-static inline qf qf_from_int(wv a) { return _mm256_cvtepi32_ps((__m256i)a); }
 static inline qf qf_halves(const uint8_t *p, int64_t stride) {
     __m128i h = _mm_cvtsi32_si128(qrt_u16(p));
     h = _mm_insert_epi16(h, qrt_u16(p + stride), 1);
@@ -120,7 +126,6 @@ static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
 static inline wv wv_lookup(const uint8_t table[16], wv a) {
     return (wv)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)a);
 }
-static inline qf qf_from_int(wv a) { return vcvtq_f32_s32((int32x4_t)a); }
 static inline qf qf_halves(const uint8_t *p, int64_t stride) {
     uint16x4_t h = vdup_n_u16(qrt_u16(p));
     h = vset_lane_u16(qrt_u16(p + stride), h, 1);
@@ -142,7 +147,6 @@ static inline wv wv_lookup(const uint8_t table[16], wv a) {
     return table[a & 15] | (wv)table[a >> 8 & 15] << 8 | (wv)table[a >> 16 & 15] << 16 |
            (wv)table[a >> 24] << 24;
 }
-static inline qf qf_from_int(wv a) { return (float)(int32_t)a; }
 static inline qf qf_halves(const uint8_t *p, int64_t stride) {
     (void)stride;
     return qrt_half(p);

@@ -50,7 +50,7 @@ INLINE void add_fifth_bits(uint32_t bits, uint8_t *q) {
 INLINE void store_signed(uint64_t grid, uint32_t signs, uint8_t *q) {
     uint64_t bit = (signs & 255) * 0x0101010101010101u & 0x8040201008040201u;
     uint64_t set =
-        ((bit & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu | bit) >> 7 & 0x0101010101010101u;
+        (((bit & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu) | bit) >> 7 & 0x0101010101010101u;
     uint64_t v = (grid ^ set * 255) + set;
     memcpy(q, &v, 8);
 }

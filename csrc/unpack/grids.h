@@ -1,4 +1,4 @@
-// Lookup grids of IQ1, IQ2 and IQ3, written by tools/make_grids.py: a row of values to a word,
+// Lookup grids of IQ1, IQ2 and IQ3, written by tools/make_grids.py: a row of values to a word, the
 // lowest byte first. Rows of IQ1 hold 8 times the value (-8, 0 or 8).
 #ifndef QRT_GRIDS_H
 #define QRT_GRIDS_H

@@ -51,3 +51,49 @@ def probe_bandwidth(pool: Pool, mib: int) -> float:
 
 def probe_int8(isa: str, pool: Pool) -> float:
     """10^9 int8 operations per second of all threads together, on registers."""
+
+SAMPLE_NOT_FINITE: int
+SAMPLE_NO_TOKEN: int
+
+class Sampling:
+    """The fields of one request's sampler; keeps the arrays it is given."""
+
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repetition: float,
+        frequency: float,
+        presence: float,
+        seed: int,
+        choice: int,
+        bias_ids: _Ints,
+        bias: _Floats,
+    ) -> None: ...
+    def set_banned(self, ids: _Ints) -> None: ...
+    def set_window(self, ids: _Ints, n: int) -> None: ...
+    def set_generated(self, ids: _Ints, counts: _Ints, n: int) -> None: ...
+
+def sampler_workspace_bytes(n_vocab: int) -> int:
+    """Bytes of workspace that sample() needs for rows of n_vocab logits."""
+
+def sample(
+    logits: _Floats,
+    sampling: Sampling,
+    position: int,
+    workspace: _Bytes,
+    n_top: int,
+    top_ids: _Ints,
+    top_logprobs: _Floats,
+) -> tuple[int, int, float]:
+    """Draw one token: (status, id, logprob); n_top -1: no log-probabilities."""
+
+def sample_distribution(
+    logits: _Floats, sampling: Sampling, workspace: _Bytes, ids: _Ints, probs: npt.NDArray[np.float64]
+) -> tuple[int, int]:
+    """Fill ids and probs with the kept tokens and their probabilities: (status, number of them)."""
+
+def sample_uniform(seed: int, choice: int, position: int) -> float:
+    """The random number in [0, 1) for a position of a choice."""

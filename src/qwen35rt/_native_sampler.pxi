@@ -26,7 +26,7 @@ SAMPLE_NOT_FINITE = 32
 SAMPLE_NO_TOKEN = 33
 
 
-cdef const int32_t *_ints(const int32_t[::1] view) noexcept:
+cdef const int32_t *_id_list(const int32_t[::1] view) noexcept:
     return &view[0] if view.shape[0] else NULL
 
 
@@ -59,14 +59,14 @@ cdef class Sampling:
         self.fields.choice = choice
         self._bias_ids = bias_ids
         self._bias = bias
-        self.fields.bias_ids = _ints(bias_ids)
+        self.fields.bias_ids = _id_list(bias_ids)
         self.fields.bias = &bias[0] if bias.shape[0] else NULL
         self.fields.n_bias = <int32_t>bias_ids.shape[0]
 
     def set_banned(self, const int32_t[::1] ids):
         """Replace the list of ids that are never drawn."""
         self._banned = ids
-        self.fields.banned = _ints(ids)
+        self.fields.banned = _id_list(ids)
         self.fields.n_banned = <int32_t>ids.shape[0]
 
     def set_window(self, const int32_t[::1] ids, Py_ssize_t n):
@@ -74,7 +74,7 @@ cdef class Sampling:
         if not 0 <= n <= ids.shape[0]:
             raise ValueError("n is out of range")
         self._window = ids
-        self.fields.window = _ints(ids)
+        self.fields.window = _id_list(ids)
         self.fields.n_window = <int32_t>n
 
     def set_generated(self, const int32_t[::1] ids, const int32_t[::1] counts, Py_ssize_t n):
@@ -83,8 +83,8 @@ cdef class Sampling:
             raise ValueError("n is out of range")
         self._generated = ids
         self._counts = counts
-        self.fields.generated = _ints(ids)
-        self.fields.counts = _ints(counts)
+        self.fields.generated = _id_list(ids)
+        self.fields.counts = _id_list(counts)
         self.fields.n_generated = <int32_t>n
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from qwen35rt import _native
-from qwen35rt.engine.sampler import Sampler, SamplingParams, _Tally, make_workspace
+from qwen35rt.engine.sampler import Sampler, SamplingParams, make_workspace
 from qwen35rt.errors import GenerationFailed, RequestError
 
 Row = npt.NDArray[np.float32]
@@ -385,27 +385,3 @@ def test_c30_end_tokens_are_banned_not_skipped() -> None:
     assert run(Sampler(replace(GREEDY, min_tokens=2, stop_token_ids=[2]), 4, eog=[3]), x) == [1, 1, 3, 3]
     both = replace(GREEDY, min_tokens=1, ignore_eos=True, stop_token_ids=[2])
     assert run(Sampler(both, 4, eog=[3]), x) == [1, 2, 2, 2]
-
-
-def test_tally_equals_a_counter() -> None:
-    rng = np.random.default_rng(6)
-    tally, counter, window = _Tally(), Counter[int](), list[int]()
-    for token in rng.integers(0, 300, 3_000).tolist():
-        tally.add(token)
-        counter[token] += 1
-        window.append(token)
-        if len(window) > 150:
-            oldest = window.pop(0)
-            tally.take(oldest)
-            counter[oldest] -= 1
-        held = dict(zip(tally.ids[: tally.n].tolist(), tally.counts[: tally.n].tolist(), strict=True))
-        assert held == {k: v for k, v in counter.items() if v}
-
-
-def test_wrong_shapes_and_ids_raise() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        Sampler(PLAIN, 5).sample(np.zeros(6, np.float32), 0)
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        Sampler(PLAIN, 5, banned=[5]).sample(np.zeros(5, np.float32), 0)
-    with pytest.raises(ValueError, match="workspace"):
-        Sampler(PLAIN, 500, workspace=make_workspace(5)).sample(np.zeros(500, np.float32), 0)

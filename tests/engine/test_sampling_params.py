@@ -1,14 +1,15 @@
-"""Which values of the sampling fields are taken and which are refused by name."""
+"""Which values of the sampling fields are taken and which are refused by name; counts of the penalties."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qwen35rt.engine.sampler import Sampler, SamplingParams
+from qwen35rt.engine.sampler import Sampler, SamplingParams, _Tally, make_workspace
 from qwen35rt.errors import RequestError
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -70,3 +71,27 @@ def test_b76_edges_are_accepted_and_work(name: str, value: Any) -> None:
     logits = np.random.default_rng(9).normal(0, 1, 500).astype(np.float32)
     for position in range(5):
         sampler.accept(sampler.sample(logits, position).id)
+
+
+def test_tally_equals_a_counter() -> None:
+    rng = np.random.default_rng(6)
+    tally, counter, window = _Tally(), Counter[int](), list[int]()
+    for token in rng.integers(0, 300, 3_000).tolist():
+        tally.add(token)
+        counter[token] += 1
+        window.append(token)
+        if len(window) > 150:
+            oldest = window.pop(0)
+            tally.take(oldest)
+            counter[oldest] -= 1
+        held = dict(zip(tally.ids[: tally.n].tolist(), tally.counts[: tally.n].tolist(), strict=True))
+        assert held == {k: v for k, v in counter.items() if v}
+
+
+def test_wrong_shapes_and_ids_raise() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        Sampler(SamplingParams(), 5).sample(np.zeros(6, np.float32), 0)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        Sampler(SamplingParams(), 5, banned=[5]).sample(np.zeros(5, np.float32), 0)
+    with pytest.raises(ValueError, match="workspace"):
+        Sampler(SamplingParams(), 500, workspace=make_workspace(5)).sample(np.zeros(500, np.float32), 0)

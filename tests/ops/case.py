@@ -87,7 +87,8 @@ class Case:
         inputs = Inputs(self.id, sum(self.lengths))
         out = self.build(inputs)
         wanted = inputs.b.gather_rows(out, "wanted")
-        return Program(tuple(inputs.b.ops), tuple(inputs.b.values), out, wanted, self.state, wanted.width)
+        # n_vocab is what tokens must be below: here the rows of the tables, not the width of the output.
+        return Program(tuple(inputs.b.ops), tuple(inputs.b.values), out, wanted, self.state, inputs.rows)
 
     def limits(self) -> Limits:
         """Pages of 16 tokens, two slots and pages more than needed."""

@@ -180,7 +180,7 @@ def _row_ops() -> Iterator[Case]:
         for ties in (False, True):
             label = f"{used}of{experts}{'-ties' if ties else ''}"
             yield Case("moe_route", label, partial(_route, experts=experts, used=used, ties=ties), columns=(used,))
-    for n, dim, rot, sections in ((2, 32, 8, (2, 1, 1, 0)), (3, 256, 64, (11, 11, 10, 0)), (1, 20, 20, (4, 3, 3, 0))):
+    for n, dim, rot, sections in ((2, 32, 8, (2, 1, 1, 0)), (3, 256, 64, (11, 11, 10, 0)), (1, 20, 20, (5, 3, 2, 0))):
         build = partial(_rope, n=n, dim=dim, rot=rot, sections=sections)
         # A float32 angle is as wrong as its last place: that bounds the error at far positions.
         yield Case("rope", f"{n}x{dim}", build, nmse=1e-9)

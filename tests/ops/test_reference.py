@@ -219,7 +219,10 @@ def test_reference_equals_plain_formula(name: str) -> None:
             assert nmse(got.conv[s][0], np.array(past["conv"][1 - kernel :]).T) < 1e-20
 
 
-@pytest.mark.parametrize("case", BY_ID.values(), ids=BY_ID.keys())
+BOUNDED = [c for c in BY_ID.values() if not c.id.endswith("normal")]  # the reference rounds no inputs
+
+
+@pytest.mark.parametrize("case", BOUNDED, ids=[c.id for c in BOUNDED])
 def test_float32_reference_is_within_bounds(case: Case) -> None:
     """The bounds hold for float32 arithmetic, so they are fair to backends that work in it."""
     check_case(case, ReferenceBackend(np.float32))

@@ -12,6 +12,7 @@ import hashlib
 import os
 import tempfile
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def split_in_two(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] |
     own = ranks[token]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        candidates = [ranks.get(a + b, own) for a, b in zip(parts, parts[1:], strict=False)]
+        candidates = [ranks.get(a + b, own) for a, b in pairwise(parts)]
         best = min(candidates)
         if best >= own:
             return None

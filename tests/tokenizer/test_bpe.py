@@ -145,18 +145,21 @@ def test_added_tokens_are_cut_before_normalising(real: Tokenizer) -> None:
     assert real.decode(ids) == "</think>\u0338"
 
 
+def built(tokenizer: Tokenizer) -> bool:
+    assert isinstance(tokenizer, bpe_module.BpeTokenizer)
+    return tokenizer._full is not None
+
+
 def test_long_text_leaves_the_plain_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bpe_module, "TOKENIZER", TokenizerLimits(plain_chars=10, plain_word_bytes=8))
     tokenizer = build_tokenizer(small_metadata())
-    assert isinstance(tokenizer, bpe_module.BpeTokenizer)
     assert tokenizer.encode(" the") == [258]
-    assert tokenizer._full is None
+    assert not built(tokenizer)
     assert tokenizer.encode("the the the") == [257, 258, 258]
-    assert tokenizer._full is not None
+    assert built(tokenizer)
     other = build_tokenizer(small_metadata())
-    assert isinstance(other, bpe_module.BpeTokenizer)
     assert other.encode("a" * 9) == [other.vocab.index["a"]] * 9
-    assert other._full is not None
+    assert built(other)
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -85,8 +85,6 @@ class ChatTemplate:
             text: str = self._compiled().render_template("chat", **variables)
         except _Raised as e:
             raise TemplateError(_without(str(e), breaker), "messages") from None
-        except UnicodeEncodeError:
-            raise RequestError("the messages hold a lone surrogate", "messages") from None
         except minijinja.TemplateError as e:
             if e.kind == "OutOfFuel":
                 raise TemplateError("the chat template ran over its work limit", "messages") from None
@@ -179,7 +177,7 @@ def _without(text: str, breaker: str | None) -> str:
 def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """A copy of plain data, so that a template can neither alter the caller's nor reach other objects."""
     if isinstance(value, str):
-        return change(value)
+        return change(_checked(value))
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -187,10 +185,19 @@ def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if depth >= TEMPLATE.max_depth:
         raise RequestError(f"messages or tools are nested more than {TEMPLATE.max_depth} deep", "messages")
     if isinstance(value, Mapping):
-        return {change(str(k)): _copy(v, change, depth + 1) for k, v in value.items()}
+        return {change(_checked(str(k))): _copy(v, change, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_copy(v, change, depth + 1) for v in value]
     raise RequestError(f"a chat template cannot be given a {type(value).__name__}", "messages")
+
+
+def _checked(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError("the messages hold a lone surrogate", "messages") from None
+    return text
 
 
 def _is_plain(value: float) -> bool:

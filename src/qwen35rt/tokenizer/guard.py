@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from qwen35rt.errors import RequestError
 from qwen35rt.tokenizer.base import Tokenizer
-from qwen35rt.tokenizer.vocab import Vocab
+from qwen35rt.tokenizer.vocab import USER_MARKERS, Vocab
 
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
@@ -30,11 +30,12 @@ class Guard:
     """The places at which strings are broken, for the control tokens of one vocabulary."""
 
     def __init__(self, vocab: Vocab) -> None:
-        user = [vocab.tokens[i] for i in vocab.user_defined]
+        # Templates look for these in contents, so they must come through whole in every vocabulary.
+        whole = USER_MARKERS.union(vocab.tokens[i] for i in vocab.user_defined)
         self._tokens = sorted({vocab.tokens[i] for i in vocab.control if len(vocab.tokens[i]) > 1})
-        # A head is what tells a control token from every user-defined one, such as "<|": any control token
+        # A head is what tells a control token from every such marker, like "<|": any control token
         # in the prompt needs its head, so heads are broken wherever they stand.
-        heads = sorted({_head(token, user) for token in self._tokens})
+        heads = sorted({_head(token, whole) for token in self._tokens})
         self._heads = _alternatives([f"{re.escape(h[0])}(?={re.escape(h[1:])})" for h in heads])
         # A head may be completed by what follows the string, which a template may have stripped before.
         ends = sorted({h[:n] for h in heads for n in range(1, len(h))}, key=len, reverse=True)
@@ -69,9 +70,9 @@ def encode_guarded(tokenizer: Tokenizer, text: str, breaker: str) -> list[int]:
     return ids
 
 
-def _head(token: str, user: list[str]) -> str:
+def _head(token: str, whole: frozenset[str]) -> str:
     for n in range(2, len(token)):
-        if not any(u.startswith(token[:n]) for u in user):
+        if not any(w.startswith(token[:n]) for w in whole):
             return token[:n]
     return token
 

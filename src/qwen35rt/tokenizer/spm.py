@@ -5,6 +5,7 @@ The library wants a model file; a GGUF file holds its parts, so the message is w
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from qwen35rt.tokenizer.base import Tokenizer
 from qwen35rt.tokenizer.vocab import BYTE, NORMAL, PREFIX, UNDEFINED, UNKNOWN, Vocab
 
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _BPE = 2  # TrainerSpec.ModelType
 
 
@@ -51,13 +53,10 @@ class SpmTokenizer(Tokenizer):
 
 
 def _byte_value(text: str) -> int:
-    try:
-        value = int(text.removeprefix("<0x").removesuffix(">"), 16)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= 0xFF:
+    match = _BYTE_TOKEN.fullmatch(text)
+    if match is None:
         raise ModelFileError(f"{PREFIX}tokens: {text!r} is marked as a byte and is not of the form '<0xNN>'")
-    return value
+    return int(match.group(1), 16)
 
 
 def _model_proto(vocab: Vocab) -> bytes:
