@@ -1,4 +1,4 @@
-"""The interface on the CPU backend: auto (B90), instruction levels (B88), threads (B87), agreement with the reference."""
+"""The interface on the CPU backend: auto (B90), instruction levels (B88), threads (B87), same numbers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_c25_slices_threads_and_reuse_do_not_change_the_answer(tiny_dense: Path)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "tell me something long enough to be cut"}]
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     answers = []
-    for load_options in ({}, {"n_batch": 7}, {"threads": 1}, {"n_batch": 1}):
+    variants: list[dict[str, Any]] = [{}, {"n_batch": 7}, {"threads": 1}, {"n_batch": 1}]
+    for load_options in variants:
         with qwen35rt.load(tiny_dense, device="cpu", **load_options) as model:
             answers += [model.chat(messages, **options) for _ in range(2)]
     assert len({tuple(a.ids) for a in answers}) == 1
