@@ -89,7 +89,7 @@ def test_logits_are_of_a_fresh_state(tiny: Model) -> None:
     assert whole.dtype == np.float32
     assert whole.shape == (len(ids), tiny.n_vocab)
     tiny.generate("something else", max_tokens=3)
-    np.testing.assert_array_equal(tiny.logits(ids), whole)
+    np.testing.assert_array_equal(tiny.logits(np.array(ids)), whole)
     greedy = tiny.generate(ids, max_tokens=1, temperature=0, ignore_eos=True, cache_prompt=False)
     row = whole[-1].copy()
     row[[tiny.tokenize(t, special=True)[0] for t in ("<|im_end|>", "<|endoftext|>", "<|fim_pad|>")]] = -np.inf

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .backends.base import Float, Limits
 from .config import ENGINE
@@ -125,8 +126,9 @@ class Model:
         """Text of ids; control tokens are left out unless ``special``."""
         return self._tokenizer.decode(ids, skip_special=not special)
 
-    def logits(self, ids: Sequence[int]) -> Float:
+    def logits(self, ids: Sequence[int] | npt.NDArray[Any]) -> Float:
         """Logits after each of ``ids``, from an empty state: float32 [len(ids), n_vocab]."""
+        ids = _as_list(ids)
         check_ids(ids, self.n_vocab)
         if len(ids) > self.n_ctx:
             raise ContextLengthExceeded(len(ids), self.n_ctx)
@@ -256,7 +258,7 @@ class Model:
 
     def _prompt_ids(self, prompt: str | Sequence[int], parse_special: bool) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _as_list(prompt)
         ids = self._tokenizer.encode(prompt, special=parse_special)
         vocab = self._tokenizer.vocab
         return [vocab.bos, *ids] if vocab.add_bos and vocab.bos is not None else ids
@@ -288,6 +290,11 @@ class Model:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStopped("the model is closed")
+
+
+def _as_list(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
+    """Ids as Python integers; arrays of NumPy are welcome."""
+    return list(ids.tolist()) if isinstance(ids, np.ndarray) else list(ids)
 
 
 class Stream:

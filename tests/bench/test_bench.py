@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -17,7 +18,10 @@ from qwen35rt.bench import command
 from qwen35rt.bench.measure import Bench, Case, bandwidth_share, deviation, int8_share, mean
 from qwen35rt.bench.table import Table
 from qwen35rt.cli import main
+from qwen35rt.model import source
 from qwen35rt.model.source import kv_bytes_per_token, open_source, products_per_token, weight_bytes_per_token
+
+from ..fixtures import write_tiny
 
 
 class Fake:
@@ -127,6 +131,14 @@ def test_shares_of_dense_and_moe(tiny_dense: Path, tiny_moe: Path) -> None:
     assert bandwidth_share(dense, prefill, 1.0, 1.0) is None
     assert int8_share(dense, decode, 1.0, 1.0) is None
     assert bandwidth_share(dense, decode, 1.0, 0.0) is None
+
+
+def test_names_of_recipes(tiny_dense: Path, tmp_path: Path) -> None:
+    for number, name in source._RECIPES.items():
+        assert gguf.LlamaFileType(number).name.split("_", 1)[1] == name
+    assert source.recipe(open_source(tiny_dense).file) == "F32"
+    stated = write_tiny(tmp_path / "m.gguf", metadata={"general.file_type": 15})
+    assert open_source(stated).description.endswith(" Q4_K_M")
 
 
 def bench(*args: str) -> list[str]:

@@ -247,6 +247,13 @@ def test_c29_other_prompts_start_from_nothing(tiny: Rig, tiny_dense: Path) -> No
     assert tiny.run([*changed, *done.ids], cache=False, max_tokens=1).usage.cached_tokens == 0
 
 
+def test_c29_an_equal_prompt_runs_again_where_no_state_lies_before_its_end(tiny: Rig) -> None:
+    ids = random_ids(40)
+    first = tiny.run(ids, max_tokens=1, ignore_eos=True)  # the state now holds exactly the prompt
+    again = tiny.run(ids, max_tokens=1, ignore_eos=True)
+    assert (again.ids, again.usage.cached_tokens) == (first.ids, 0)
+
+
 def test_c29_kept_state_serves_prompts_that_share_the_beginning(tiny: Rig, tiny_dense: Path) -> None:
     ids = random_ids(40)
     first = tiny.run(ids, keep_at=30, max_tokens=5, ignore_eos=True)
