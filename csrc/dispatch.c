@@ -1,4 +1,5 @@
-// Which instruction levels this build has, which of them processor and operating system support, and their kernels.
+// Which instruction levels this build has, which of them processor and operating system support,
+// and their kernels.
 #include "qrt.h"
 #include <pthread.h>
 #if defined(__x86_64__)
@@ -6,8 +7,12 @@
 #endif
 
 #define FILES(X, level)                                                                            \
-    X(dequantize, level) X(linear, level) X(norms, level) X(rows, level) X(attention, level)       \
-        X(delta_net, level)
+    X(attention, level)                                                                            \
+    X(delta_net, level)                                                                            \
+    X(dequantize, level)                                                                           \
+    X(linear, level)                                                                               \
+    X(norms, level)                                                                                \
+    X(rows, level)
 #define DECLARE(file, level) void qrt_fill_##file##_##level(qrt_kernels *);
 #define CALL(file, level) qrt_fill_##file##_##level(&k);
 
@@ -61,7 +66,8 @@ static int highest(void) {
 static int highest(void) {
     const unsigned long fphp_asimdhp = 1ul << 9 | 1ul << 10, asimddp = 1ul << 20;
     unsigned long caps = getauxval(AT_HWCAP);
-    return (caps & (fphp_asimdhp | asimddp)) == (fphp_asimdhp | asimddp) ? LEVEL_neon : LEVEL_scalar;
+    return (caps & (fphp_asimdhp | asimddp)) == (fphp_asimdhp | asimddp) ? LEVEL_neon
+                                                                         : LEVEL_scalar;
 }
 #else
 static int highest(void) { return LEVEL_scalar; }

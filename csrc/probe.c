@@ -1,4 +1,5 @@
-// What the machine can do: memory read by all threads, and the int8 products of the best kernels on data in cache.
+// What the machine can do: memory read by all threads, and the int8 products of the best kernels on
+// data in cache.
 #define _POSIX_C_SOURCE 200112L
 #include "qrt.h"
 #include <stdlib.h>
@@ -17,7 +18,7 @@ typedef struct {
     qrt_pool *pool;
     const uint8_t *data;
     size_t bytes;
-    double best; // seconds of the fastest slice
+    double best;      // seconds of the fastest slice
     uint64_t sum[64]; // keeps the reads alive
 } reading;
 

@@ -9,7 +9,7 @@
 enum { QRT_OK = 0, QRT_NO_MEMORY = 1, QRT_NO_ISA = 2, QRT_BAD_ARGUMENT = 3, QRT_THREAD_FAILED = 4 };
 
 typedef struct {
-    const uint8_t *data; // rows one after another, experts expert_bytes apart; stays in the mapped file
+    const uint8_t *data; // in the mapped file: rows adjacent, experts expert_bytes apart
     int32_t format;      // QRT_F32 ..
     int32_t experts;     // 1 for a matrix
     int64_t rows, cols, row_bytes, expert_bytes;
@@ -24,7 +24,8 @@ typedef struct {
 } qrt_view;
 
 // Rows quantised to int8 in blocks of 32: x[i] is about d[i / 32] * q[i].
-// s32, s16: d times the sum of q over each 32, each 16 elements. Rows are contiguous: cols, cols / 32, ..
+// s32, s16: d times the sum of q over each 32, each 16 elements. Rows are contiguous: cols, cols /
+// 32, ..
 typedef struct {
     int8_t *q;
     float *d, *s32, *s16;
@@ -45,7 +46,8 @@ typedef enum {
     QRT_ROPE,
     QRT_KV_APPEND,
     QRT_ATTENTION,
-    QRT_ATTENTION_MERGE, // right after attention, same fields: joins what attention left in c->shared
+    QRT_ATTENTION_MERGE, // right after attention, same fields: joins what attention left in
+                         // c->shared
     QRT_SIGMOID_MUL,
     QRT_CONV1D_SILU,
     QRT_DELTA_GATES,
@@ -73,7 +75,8 @@ typedef struct {
     const float *vec[2];
     qrt_part *parts; // linear, moe_linear, embed
     int32_t n_parts;
-    qrt_quant quant; // q == NULL: none. linear, moe_linear: the quantised input; others: out is also written here
+    qrt_quant quant; // q == NULL: none. linear, moe_linear: the quantised input; others: out is
+                     // also written here
 } qrt_op;
 
 typedef struct {
@@ -100,7 +103,7 @@ typedef struct {
     int thread, threads;
     uint8_t *scratch; // this thread's own, 64-byte aligned
     size_t scratch_bytes;
-    int64_t *next; // shared counter for work handed out in pieces, 0 at the start of each op
+    int64_t *next;   // shared counter for work handed out in pieces, 0 at the start of each op
     uint8_t *shared; // scratch shared by the threads of an op, 64-byte aligned
 } qrt_ctx;
 
@@ -126,7 +129,8 @@ struct qrt_kernels {
     const char *isa;
     qrt_op_fn op[QRT_N_OPS];
     void (*dequantize[QRT_N_FORMATS])(const uint8_t *row, float *out, int64_t n);
-    double (*int8_peak)(void); // a loop of int8 products on registers; returns the operations (2 per product) it did
+    double (*int8_peak)(void); // a loop of int8 products on registers; returns the operations (2
+                               // per product) it did
 };
 
 // dispatch.c. name NULL: the best that processor and operating system support.
@@ -139,9 +143,11 @@ typedef struct qrt_pool qrt_pool;
 int qrt_pool_create(int threads, qrt_pool **out);
 void qrt_pool_destroy(qrt_pool *);
 int qrt_pool_threads(const qrt_pool *);
-// Runs fn(arg, thread, threads) on every thread of the pool, the caller being thread 0; returns when all are done.
+// Runs fn(arg, thread, threads) on every thread of the pool, the caller being thread 0; returns
+// when all are done.
 void qrt_pool_run(qrt_pool *, void (*fn)(void *, int, int), void *arg);
-// Memory that lives as long as the pool and only grows; NULL if it cannot be had. 4096-byte aligned.
+// Memory that lives as long as the pool and only grows; NULL if it cannot be had. 4096-byte
+// aligned.
 void *qrt_pool_scratch(qrt_pool *, size_t bytes);
 // Meeting point of all threads inside qrt_pool_run.
 void qrt_pool_barrier(qrt_pool *);
@@ -150,7 +156,8 @@ void qrt_pool_barrier(qrt_pool *);
 int qrt_run(const qrt_kernels *, qrt_pool *, const qrt_op *ops, int n_ops, const qrt_batch *,
             const qrt_state *, double *seconds);
 
-// probe.c: GB/s read by all threads of the pool (negative: no memory), and 10^9 int8 operations per second.
+// probe.c: GB/s read by all threads of the pool (negative: no memory), and 10^9 int8 operations per
+// second.
 double qrt_probe_bandwidth(qrt_pool *, int64_t mib);
 double qrt_probe_int8(const qrt_kernels *, qrt_pool *);
 #endif

@@ -88,7 +88,17 @@ int qrt_run(const qrt_kernels *kernels, qrt_pool *pool, const qrt_op *ops, int n
     int64_t *next = (int64_t *)memory;
     memset(next, 0, counters);
     uint8_t *base = memory + ((counters + 63) & ~(size_t)63);
-    step s = {kernels, pool, ops, n_ops, batch, state, seconds, base, own, base + own * (size_t)threads, next};
+    step s = {.kernels = kernels,
+              .pool = pool,
+              .ops = ops,
+              .n_ops = n_ops,
+              .batch = batch,
+              .state = state,
+              .seconds = seconds,
+              .scratch = base,
+              .scratch_bytes = own,
+              .shared = base + own * (size_t)threads,
+              .next = next};
     qrt_pool_run(pool, walk, &s);
     return QRT_OK;
 }

@@ -1,4 +1,5 @@
-// Threads that spin for the next piece of work for a short while and then sleep on a futex-like condition.
+// Threads that spin for the next piece of work for a short while and then sleep on a futex-like
+// condition.
 #define _GNU_SOURCE
 #include "qrt.h"
 #include <pthread.h>
@@ -14,8 +15,9 @@
 #endif
 #include <sched.h>
 
-// Spins before a waiting worker sleeps: a few tens of microseconds, longer than the gap between the steps of one
-// sequence costs on an idle machine would waste a core that the caller's own Python code needs.
+// Spins before a waiting worker sleeps: a few tens of microseconds, longer than the gap between the
+// steps of one sequence costs on an idle machine would waste a core that the caller's own Python
+// code needs.
 #define SPINS_BEFORE_SLEEP 4000
 // A barrier whose partner was descheduled gives its core away after so many spins.
 #define SPINS_BEFORE_YIELD 20000
@@ -54,7 +56,8 @@ static void *worker(void *p) {
                 continue;
             }
             pthread_mutex_lock(&pool->lock);
-            while (atomic_load(&pool->generation) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
+            while (atomic_load(&pool->generation) == seen)
+                pthread_cond_wait(&pool->wake, &pool->lock);
             pthread_mutex_unlock(&pool->lock);
         }
         seen++;
@@ -156,7 +159,8 @@ void qrt_pool_barrier(qrt_pool *pool) {
         atomic_store_explicit(&pool->phase, phase + 1, memory_order_release);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&pool->phase, memory_order_acquire) == phase; spins++) {
+    for (int spins = 0; atomic_load_explicit(&pool->phase, memory_order_acquire) == phase;
+         spins++) {
         if (spins < SPINS_BEFORE_YIELD) {
             PAUSE();
         } else {

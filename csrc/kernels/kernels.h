@@ -1,5 +1,6 @@
-// How files of kernels/ see their instruction level. Each file is built once per level with QRT_LEVEL_<X> defined;
-// everything in it is static except one fill function, whose name carries the level.
+// How files of kernels/ see their instruction level. Each file is built once per level with
+// QRT_LEVEL_<X> defined; everything in it is static except one fill function, whose name carries
+// the level.
 #ifndef QRT_KERNELS_H
 #define QRT_KERNELS_H
 #include "../qrt.h"

@@ -74,10 +74,8 @@ INLINE void interleave_q(const uint8_t *q, int nb, int bits, const panel *to) {
         wv w[4];
         wv_rows(q + k * 4, 256, w);
         for (int j = 0; j < 4; j++) {
-            if (bits == 8)
-                store_int8(to, k + j, w[j]);
-            else
-                store_q(to, k + j, w[j]);
+            if (bits == 8) store_int8(to, k + j, w[j]);
+            else store_q(to, k + j, w[j]);
         }
     }
 }
@@ -91,10 +89,8 @@ INLINE void interleave_scales(const float *s, const float *m, int groups, int us
         wv_rows((const uint8_t *)(s + g), groups * 4, ws);
         if (bits < 8 && off == 0) wv_rows((const uint8_t *)(m + g), groups * 4, wm);
         for (int j = 0; j < 4 && g + j < used; j++) {
-            if (bits < 8 && off == 0)
-                store_s_m(to, g + j, qf_of_bits(ws[j]), qf_of_bits(wm[j]));
-            else
-                store_s(to, g + j, off, qf_of_bits(ws[j]));
+            if (bits < 8 && off == 0) store_s_m(to, g + j, qf_of_bits(ws[j]), qf_of_bits(wm[j]));
+            else store_s(to, g + j, off, qf_of_bits(ws[j]));
         }
     }
 }

@@ -10,9 +10,11 @@ static inline int64_t qrt_padded(int64_t n) {
     return (n + QRT_MAX_LANES - 1) / QRT_MAX_LANES * QRT_MAX_LANES;
 }
 
-// linear, moe_linear: row numbers, then sums of a panel (32 floats for each x row of a call) or float rows.
+// linear, moe_linear: row numbers, then sums of a panel (32 floats for each x row of a call) or
+// float rows.
 #define QRT_X_ROWS 252 // most x rows of a call
-static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows, int64_t experts, int64_t cols) {
+static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows, int64_t experts,
+                                        int64_t cols) {
     int64_t sums = (rows < QRT_X_ROWS ? rows : QRT_X_ROWS) * 32, floats = 4 * cols;
     return (size_t)((numbers + experts) * 4 + 64 + (sums > floats ? sums : floats) * 4);
 }

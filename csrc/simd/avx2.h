@@ -77,9 +77,12 @@ static inline void qf_store3(float *p, const qf v[3]) {
 }
 static inline void qf_load4(const float *p, qf v[4]) {
     qf a = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 16), 1);
-    qf b = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(p + 20), 1);
-    qf c = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 8)), _mm_loadu_ps(p + 24), 1);
-    qf d = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 12)), _mm_loadu_ps(p + 28), 1);
+    qf b =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)), _mm_loadu_ps(p + 20), 1);
+    qf c =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 8)), _mm_loadu_ps(p + 24), 1);
+    qf d =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 12)), _mm_loadu_ps(p + 28), 1);
     qf ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
     v[0] = _mm256_shuffle_ps(ab, cd, 0x44), v[1] = _mm256_shuffle_ps(ab, cd, 0xee);
     ab = _mm256_unpackhi_ps(a, b), cd = _mm256_unpackhi_ps(c, d);

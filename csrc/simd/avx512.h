@@ -63,8 +63,8 @@ static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), qf_upper(s));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
-// Lane c of v[i] is p[3c + i]. As 3 and 16 have no common factor, the lanes (3c + i) % 16 differ for
-// all c: a blend collects them, a permutation (its indices count modulo 16) orders them.
+// Lane c of v[i] is p[3c + i]. As 3 and 16 have no common factor, the lanes (3c + i) % 16 differ
+// for all c: a blend collects them, a permutation (its indices count modulo 16) orders them.
 static inline void qf_load3(const float *p, qf v[3]) {
     qf a = qf_load(p), b = qf_load(p + 16), c = qf_load(p + 32);
     __m512i at = _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 2, 5, 8, 11, 14, 1, 4, 7, 10, 13);

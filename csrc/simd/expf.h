@@ -1,5 +1,6 @@
 // exp, sigmoid and silu for whole vectors, in terms of the primitives.
-// exp: x = n ln2 + r with |r| <= ln2 / 2, e^r by its series to the sixth power; relative error below 3e-7.
+// exp: x = n ln2 + r with |r| <= ln2 / 2, e^r by its series to the sixth power; relative error
+// below 3e-7.
 static inline qf qf_exp(qf x) {
     x = qf_min(qf_max(x, qf_set1(-87.0f)), qf_set1(88.0f));
     qf n = qf_round(qf_mul(x, qf_set1(1.44269504089f)));

@@ -23,7 +23,8 @@ static inline qf qf_min(qf a, qf b) { return a < b ? a : b; }
 static inline qf qf_abs(qf a) { return fabsf(a); }
 static inline float qf_hsum(qf a) { return a; }
 static inline float qf_hmax(qf a) { return a; }
-// To nearest, ties to even, for |a| < 2^22: adding 1.5 * 2^23 drops the fraction without a library call.
+// To nearest, ties to even, for |a| < 2^22: adding 1.5 * 2^23 drops the fraction without a library
+// call.
 static inline qf qf_round(qf a) { return (a + 0x1.8p23f) - 0x1.8p23f; }
 static inline qf qf_pow2i(qf n) { // 2^n for whole n in -126..127
     uint32_t u = (uint32_t)((int)n + 127) << 23;

@@ -90,7 +90,8 @@ class Environment:
     isa: str | None  # QWEN35RT_ISA: scalar, avx2, avx512, avx512bf16, neon
     threads: str | None  # QWEN35RT_THREADS: threads of the CPU backend
     oracle: str | None  # QWEN35RT_ORACLE: folder of the oracle files (tests only)
-    cache: str | None  # QWEN35RT_CACHE: where downloaded models and the built example model are kept
+    cache: str | None  # QWEN35RT_CACHE: where the built example model is kept
+    wheel: str | None  # QWEN35RT_WHEEL: a wheel to test in place of a fresh one (tests only)
 
 
 FILE_LIMITS = FileLimits()
@@ -107,7 +108,9 @@ def environment(source: Mapping[str, str] = os.environ) -> Environment:
     def get(name: str) -> str | None:
         return source.get(f"QWEN35RT_{name}") or None
 
-    return Environment(isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"))
+    return Environment(
+        isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"), wheel=get("WHEEL")
+    )
 
 
 def cache_dir(source: Mapping[str, str] = os.environ) -> Path:

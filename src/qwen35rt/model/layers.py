@@ -1,6 +1,6 @@
 """The layers of the family, written once against a Builder. Formulas: see docs/architecture.md.
 
-Value names are those of the traces that tests compare (q_rope, k_rope, v, conv, q, k, beta and g, delta_out, normed, out).
+Value names are those of the traces that tests compare: q_rope, k_rope, v, conv, q, k, delta_out, normed, out.
 """
 
 from __future__ import annotations

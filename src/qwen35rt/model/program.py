@@ -41,7 +41,7 @@ OP_KINDS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Value:
-    """A named array [rows, width], float32. ``gathered`` values have a row per wanted logit row instead of per token."""
+    """A named array [rows, width], float32. ``gathered`` values have a row per wanted logit row, not per token."""
 
     id: int
     name: str
@@ -49,7 +49,7 @@ class Value:
     gathered: bool = False
 
     def view(self, heads: int = 1, dim: int | None = None, offset: int = 0, stride: int | None = None) -> View:
-        """``heads`` pieces of ``dim`` columns, the first at ``offset``, ``stride`` columns apart (default: adjacent)."""
+        """``heads`` pieces of ``dim`` columns, the first at ``offset``, ``stride`` columns apart (None: adjacent)."""
         dim = self.width if dim is None else dim
         view = View(self, offset, heads, dim, dim if stride is None else stride)
         if view.offset + (heads - 1) * view.stride + dim > self.width:

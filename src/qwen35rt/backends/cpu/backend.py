@@ -56,10 +56,10 @@ class CpuExecutable:
         s = program.state
         kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
         try:
-            self._k = np.zeros(kv_shape, np.uint16)
-            self._v = np.zeros(kv_shape, np.uint16)
-            self._delta = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32)
-            self._conv = np.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32)
+            self._k: npt.NDArray[np.uint16] = np.zeros(kv_shape, np.uint16)
+            self._v: npt.NDArray[np.uint16] = np.zeros(kv_shape, np.uint16)
+            self._delta: Float = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32)
+            self._conv: Float = np.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32)
             self._pool = _native.Pool(threads)
         except MemoryError as e:
             raise OutOfMemory(f"no memory for the state pools ({limits}); lower the context or the slots") from e
@@ -102,7 +102,8 @@ class CpuExecutable:
             seconds,
         )
         if status:
-            raise OutOfMemory("no memory for the scratch of a step") if status == 1 else BackendError(f"status {status}")
+            no_memory = status == 1
+            raise OutOfMemory("no memory for the scratch of a step") if no_memory else BackendError(f"status {status}")
         op_seconds: dict[str, float] = defaultdict(float)
         if seconds is not None:
             for kind, spent in zip(lowered.op_kinds, seconds, strict=True):
