@@ -1,26 +1,29 @@
-// linear, moe_linear, moe_sum, quantize. Quantised weights: a panel of NR rows is unpacked once, 256 columns at a
-// time, and meets all x rows of the call. Float weights: dot products along the columns.
-// The result of a row depends on its own x alone: not on the other rows, the cut into pieces or the thread.
+// linear, moe_linear, moe_sum, quantize. Quantised weights: a panel of NR rows is unpacked once,
+// 256 columns at a time, and meets all x rows of the call. Float weights: dot products along the
+// columns. The result of a row depends on its own x alone: not on the other rows, the cut into
+// pieces or the thread.
 #include "kernels.h"
+#include "float_mul.h"
 #include "panel_mul.h"
 #include "quantize.h"
 #include "scratch.h"
 
-// Weight rows handed to a thread at a time: few enough that nobody waits long for the last, many enough that what was
-// fetched ahead is mostly the thread's own.
+// Weight rows handed to a thread at a time: few enough that nobody waits long for the last, many
+// enough that what was fetched ahead is mostly the thread's own.
 static int64_t piece_rows(int64_t rows, int threads) {
     const int64_t share = rows / (threads * 8) / 64 * 64;
     return share < 64 ? 64 : share > 512 ? 512 : share;
 }
-#define X_BYTES (192 * 1024) // of x kept in the second-level cache while all weights pass by
+#define X_BYTES (320 * 1024) // of x kept in the second-level cache while all weights pass by
 
-// One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 + rows) . x row x_rows[i].
+// One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 +
+// rows) . x row x_rows[i].
 typedef struct {
     const qrt_tensor *w;
     const uint8_t *data; // of the expert
     float scale;
-    const qrt_quant *x;      // for quantised weights
-    const float *xf;         // for float weights, rows of w->cols, x_ld apart
+    const qrt_quant *x; // for quantised weights
+    const float *xf;    // for float weights, rows of w->cols, x_ld apart
     int64_t x_ld;
     const int32_t *x_rows, *out_rows;
     int64_t n; // x rows
@@ -44,8 +47,8 @@ INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, 
 typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
 
 // One function for each kind of panel and each format's packing: products share them.
-typedef void (*mul_fn)(const panel *, int nb, const qrt_quant *, const int32_t *xs, int64_t n, int64_t first_block,
-                       float *acc);
+typedef void (*mul_fn)(const panel *, int nb, const qrt_quant *, const int32_t *xs, int64_t n,
+                       int64_t first_block, float *acc);
 #define MUL(BITS, GROUP)                                                                           \
     static __attribute__((noinline)) void mul_##BITS##_##GROUP(                                    \
         const panel *p, int nb, const qrt_quant *x, const int32_t *xs, int64_t n, int64_t first,   \
@@ -59,7 +62,8 @@ MUL(6, 16)
 MUL(8, 32)
 MUL(8, 16)
 
-typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int64_t first_block32, int nb, panel *);
+typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int64_t first_block32,
+                        int nb, panel *);
 #define X(NAME, name, ...)                                                                         \
     static void packed_##name(const uint8_t *rows, int64_t row_bytes, int n_rows,                  \
                               int64_t first_block32, int nb, panel *p) {                           \
@@ -68,8 +72,8 @@ typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int6
 QRT_QUANT_FORMATS(X)
 #undef X
 
-static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch, pack_fn pack,
-                          mul_fn mul) {
+static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
+                          pack_fn pack, mul_fn mul) {
     _Alignas(64) uint8_t q[256 * NR];
     _Alignas(64) float s[16 * NR], m[16 * NR];
     panel to = {q, s, m, NULL};
@@ -95,110 +99,20 @@ static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t 
 QRT_QUANT_FORMATS(X)
 #undef X
 
-// ---------------------------------------------------------------- float weights
-#define FROWS 4
-#define FTILE 3
-
-// Sums along the columns in QF lanes, the rest behind them one by one.
-INLINE void dot_tile(const int rows, const int mr, const float *const *w, const float *const *x,
-                     int64_t cols, float y[FTILE][FROWS]) {
-    qf a[FTILE][FROWS];
-    const int64_t whole = cols / QF * QF;
-#pragma GCC unroll 4
-    for (int t = 0; t < mr; t++)
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) a[t][r] = qf_zero();
-    for (int64_t k = 0; k < whole; k += QF) {
-        qf xv[FTILE];
-#pragma GCC unroll 4
-        for (int t = 0; t < mr; t++) xv[t] = qf_load(x[t] + k);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            qf wv = qf_load(w[r] + k);
-#pragma GCC unroll 4
-            for (int t = 0; t < mr; t++) a[t][r] = qf_fma(wv, xv[t], a[t][r]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int t = 0; t < mr; t++)
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            y[t][r] = qf_hsum(a[t][r]);
-            for (int64_t k = whole; k < cols; k++) y[t][r] += w[r][k] * x[t][k];
-        }
-}
-
-INLINE void widen(const int format, const uint8_t *from, float *to, int64_t n) {
-    const uint16_t *h = (const uint16_t *)from;
-    int64_t k = 0;
-    for (; k + QF <= n; k += QF)
-        qf_store(to + k, format == QRT_F16 ? qf_from_f16(h + k) : qf_from_bf16(h + k));
-    for (; k < n; k++) {
-        if (format == QRT_F16) {
-            to[k] = qrt_half((const uint8_t *)(h + k));
-        } else {
-            uint32_t u = (uint32_t)h[k] << 16;
-            memcpy(to + k, &u, 4);
-        }
-    }
-}
-
-// One x row, weights straight from the file: the same sums in the same order as dot_tile.
-INLINE void dot_one(const int format, const int rows, const uint8_t *const *w, const float *x,
-                    int64_t cols, float *y) {
-    qf a[FROWS];
-    const int64_t whole = cols / QF * QF;
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) a[r] = qf_zero();
-    for (int64_t k = 0; k < whole; k += QF) {
-        qf xv = qf_load(x + k);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            const uint16_t *h = (const uint16_t *)w[r] + k;
-            a[r] = qf_fma(format == QRT_F16 ? qf_from_f16(h) : qf_from_bf16(h), xv, a[r]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-        y[r] = qf_hsum(a[r]);
-        for (int64_t k = whole; k < cols; k++) {
-            float f;
-            widen(format, w[r] + 2 * k, &f, 1);
-            y[r] += f * x[k];
-        }
-    }
-}
-
-INLINE void product_float(const int format, const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {
-    const int64_t cols = p->w->cols;
-    for (int64_t r = row0; r < row0 + rows; r += FROWS) {
-        const int n_rows = (int)(row0 + rows - r < FROWS ? row0 + rows - r : FROWS);
-        const uint8_t *raw[FROWS];
-        const float *w[FROWS];
-        for (int i = 0; i < FROWS; i++) raw[i] = p->data + (r + (i < n_rows ? i : 0)) * p->w->row_bytes;
-        if (format != QRT_F32 && p->n == 1) {
-            float y[FROWS];
-            dot_one(format, FROWS, raw, p->xf + p->x_rows[0] * p->x_ld, cols, y);
-            store_row(p, 0, r, y, n_rows);
-            continue;
-        }
-        for (int i = 0; i < FROWS; i++) {
-            w[i] = (const float *)raw[i];
-            if (format == QRT_F32) continue;
-            float *to = (float *)scratch + i * cols;
-            widen(format, raw[i], to, cols);
-            w[i] = to;
-        }
-        for (int64_t t = 0; t < p->n; t += FTILE) {
-            float y[FTILE][FROWS] = {{0}};
-            const float *x[FTILE];
-            const int m = (int)(p->n - t < FTILE ? p->n - t : FTILE);
-            for (int i = 0; i < m; i++) x[i] = p->xf + p->x_rows[t + i] * p->x_ld;
-            if (m == 3) dot_tile(FROWS, 3, w, x, cols, y);
-            else if (m == 2) dot_tile(FROWS, 2, w, x, cols, y);
-            else dot_tile(FROWS, 1, w, x, cols, y);
-            for (int i = 0; i < m; i++) store_row(p, t + i, r, y[i], n_rows);
-        }
+// scratch: pointers to the x rows, their sums, widened weights, results
+INLINE void product_float(const int format, const product *p, int64_t row0, int64_t rows,
+                          uint8_t *scratch) {
+    const float **x = (const float **)scratch;
+    float *sums = (float *)(scratch + QRT_X_ROWS * sizeof *x), *wide = sums + p->n * FSET * QF;
+    float *y = wide + FSET * QRT_WIDE;
+    for (int64_t i = 0; i < p->n; i++) x[i] = p->xf + p->x_rows[i] * p->x_ld;
+    for (int64_t r = row0; r < row0 + rows; r += FSET) {
+        const int n_rows = (int)(row0 + rows - r < FSET ? row0 + rows - r : FSET);
+        const uint8_t *w[FSET];
+        for (int i = 0; i < FSET; i++)
+            w[i] = p->data + (r + (i < n_rows ? i : 0)) * p->w->row_bytes;
+        mul_float(format, w, x, p->n, p->w->cols, sums, wide, y);
+        for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, y + i * FSET, n_rows);
     }
 }
 #define X(NAME, name, ...)                                                                         \
@@ -238,7 +152,8 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
         const int64_t row_pieces = (w->rows + rows_each - 1) / rows_each;
         const int64_t pieces = row_pieces * (step ? (n + step - 1) / step : 0);
         for (; piece < first + pieces; piece = qrt_take(c)) {
-            const int64_t x0 = (piece - first) / row_pieces * step, r0 = (piece - first) % row_pieces * rows_each;
+            const int64_t x0 = (piece - first) / row_pieces * step,
+                          r0 = (piece - first) % row_pieces * rows_each;
             const product p = {.w = w,
                                .data = w->data,
                                .scale = w->scale ? w->scale[0] : 1,
@@ -257,10 +172,11 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
     }
 }
 
-// n[0]: experts used by a row; n[1]: 1 if x has a row for each chosen expert, 0 if they share the row.
-// scratch: counts [experts + 1], order [T * used], x rows [T * used], then the product's own
+// n[0]: experts used by a row; n[1]: 1 if x has a row for each chosen expert, 0 if they share the
+// row. scratch: counts [experts + 1], order [T * used], x rows [T * used], then the product's own
 static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
-    const int64_t used = op->n[0], entries = qrt_rows(op, c) * used, experts = op->parts[0].w.experts;
+    const int64_t used = op->n[0], entries = qrt_rows(op, c) * used,
+                  experts = op->parts[0].w.experts;
     int32_t *start = (int32_t *)c->scratch, *order = start + experts + 1, *x_rows = order + entries;
     uint8_t *own = c->scratch + (((experts + 1 + 2 * entries) * 4 + 63) & ~(int64_t)63);
     const qrt_view *route = &op->in[1];
@@ -297,7 +213,8 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
                                    .n = hi - x0 < step ? hi - x0 : step,
                                    .out = part->out.ptr,
                                    .ld = w->rows};
-                products[w->format](&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
+                products[w->format](&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each,
+                                    own);
             }
             first += pieces;
             lo = hi;
@@ -305,7 +222,8 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
     }
 }
 
-// out = sum over the chosen experts, in list order, of weight * in[0]'s piece; in[0]: [T, used * width].
+// out = sum over the chosen experts, in list order, of weight * in[0]'s piece; in[0]: [T, used *
+// width].
 static void op_moe_sum(const qrt_op *op, const qrt_ctx *c) {
     const int64_t used = op->n[0], width = op->out.dim;
     int64_t lo, hi;

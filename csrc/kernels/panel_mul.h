@@ -1,5 +1,7 @@
-// Products of a packed panel (kernels/panel.h) with quantised rows. For each row of the panel and each x row:
-//     acc += (sum over the groups of a block of 32: s * (q . x)) * d_x - sum over the groups: m * sum_x
+// Products of a packed panel (kernels/panel.h) with quantised rows. For each row of the panel and
+// each x row:
+//     acc += (sum over the groups of a block of 32: s * (q . x)) * d_x - sum over the groups: m *
+//     sum_x
 // block after block in column order, so that a result never depends on how many x rows a call has.
 #ifndef QRT_PANEL_MUL_H
 #define QRT_PANEL_MUL_H
@@ -46,16 +48,21 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 typedef __m256i ilane;
 INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
 
-// Sums of pairs stay in int16 for as many steps as cannot overflow it: 2 * 127 * (2^bits - 1) each.
+// A value stays in a register here: without it the compiler mixes all steps and runs out of
+// registers.
+#    define HOLD(v) __asm__ volatile("" : "+x"(v))
+
+// Sums of pairs stay in int16 for a few steps, which cannot overflow it: 2 * 127 * (2^bits - 1)
+// each.
 INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
                       const xrow *x, int k, ilane out[][NV]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const int hold = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    const int hold = bits <= 5 ? 4 : bits == 6 ? 2 : 1;
 #    pragma GCC unroll 8
     for (int j0 = 0; j0 < group / 4; j0 += hold) {
         __m256i sum[TILE][NV];
 #    pragma GCC unroll 8
-        for (int j = j0; j < j0 + hold && j < group / 4; j++) {
+        for (int j = j0; j < j0 + hold; j++) {
             __m256i w[NV], a[NV];
 #    pragma GCC unroll 2
             for (int v = 0; v < NV; v++) {
@@ -69,10 +76,12 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
                 __m256i b = _mm256_set1_epi32(four);
 #    pragma GCC unroll 2
                 for (int v = 0; v < NV; v++) {
-                    // Signed weights: |w| * (x with the sign of w); pairs stay below 2^15 as |x| <= 127.
+                    // Signed weights: |w| * (x with the sign of w); pairs stay below 2^15 as |x| <=
+                    // 127.
                     __m256i p = bits == 8 ? _mm256_maddubs_epi16(a[v], _mm256_sign_epi8(b, w[v]))
                                           : _mm256_maddubs_epi16(w[v], b);
                     sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
+                    HOLD(sum[t][v]);
                 }
             }
         }
@@ -102,7 +111,8 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
             int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
 #    pragma GCC unroll 4
             for (int v = 0; v < NV; v++)
-                out[t][v] = vdotq_s32(out[t][v], vld1q_s8((const int8_t *)q + (j * NV + v) * 16), b);
+                out[t][v] =
+                    vdotq_s32(out[t][v], vld1q_s8((const int8_t *)q + (j * NV + v) * 16), b);
         }
 }
 #else
@@ -181,7 +191,8 @@ INLINE void mul_tile(const int bits, const int group, const int mr, const panel 
         for (int v = 0; v < NV; v++) qf_store(acc + t * NR + v * QF, a[t][v]);
 }
 
-// All n x rows of a call against one chunk of a panel; xs: rows of x at column first_block * 32; acc [n][NR].
+// All n x rows of a call against one chunk of a panel; xs: rows of x at column first_block * 32;
+// acc [n][NR].
 INLINE void mul_panel(const int bits, const int group, const panel *p, int nb, const qrt_quant *x,
                       const int32_t *xs, int64_t n, int64_t first_block, float *acc) {
     const int64_t blocks = x->cols / 32, per = 32 / group;
@@ -191,8 +202,9 @@ INLINE void mul_panel(const int bits, const int group, const panel *p, int nb, c
         const int m = (int)(n - t < TILE ? n - t : TILE);
         for (int i = 0; i < m; i++) {
             const int64_t row = xs[t + i];
-            r[i] = (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
-                          sums + (row * blocks + first_block) * per};
+            r[i] =
+                (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
+                       sums + (row * blocks + first_block) * per};
         }
         float *to = acc + t * NR;
         if (m == TILE) mul_tile(bits, group, TILE, p, nb, r, to);

@@ -10,13 +10,16 @@ static inline int64_t qrt_padded(int64_t n) {
     return (n + QRT_MAX_LANES - 1) / QRT_MAX_LANES * QRT_MAX_LANES;
 }
 
-// linear, moe_linear: row numbers, then sums of a panel (32 floats for each x row of a call) or
-// float rows.
-#define QRT_X_ROWS 252 // most x rows of a call
-static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows, int64_t experts,
-                                        int64_t cols) {
-    int64_t sums = (rows < QRT_X_ROWS ? rows : QRT_X_ROWS) * 32, floats = 4 * cols;
-    return (size_t)((numbers + experts) * 4 + 64 + (sums > floats ? sums : floats) * 4);
+// linear, moe_linear: row numbers; then, for a call of at most QRT_X_ROWS rows, either 32 sums of a
+// panel for each, or for each a pointer, QRT_FLOAT_ROWS vectors of partial sums and as many
+// results, and QRT_WIDE widened columns of that many weight rows.
+#define QRT_X_ROWS 252
+#define QRT_FLOAT_ROWS 8
+#define QRT_WIDE 512
+static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows) {
+    size_t n = (size_t)(rows < QRT_X_ROWS ? rows : QRT_X_ROWS);
+    return (size_t)numbers * 4 + 64 + QRT_X_ROWS * sizeof(float *) +
+           (n * QRT_FLOAT_ROWS * (QRT_MAX_LANES + 1) + QRT_FLOAT_ROWS * QRT_WIDE) * sizeof(float);
 }
 
 // rope: frequencies (double), cosines and sines of a row.

@@ -1,0 +1,106 @@
+// Products of F32, F16 or BF16 weights with float32 rows: dot products along the columns, in QF
+// lanes that are summed at the end; columns behind the last whole vector are added one by one.
+// Always in this order, so that a result never depends on how many x rows a call has.
+#ifndef QRT_FLOAT_MUL_H
+#define QRT_FLOAT_MUL_H
+#include "kernels.h"
+#include "scratch.h"
+
+#define FROWS                                                                                      \
+    4 // weight rows and x rows of a tile: twelve sums and their operands fill 16 registers
+#define FTILE 3
+#define FSET QRT_FLOAT_ROWS // weight rows that are worked on together
+
+INLINE qf load_weights(const int format, const uint8_t *row, int64_t k) {
+    if (format == QRT_F32) return qf_load((const float *)row + k);
+    const uint16_t *h = (const uint16_t *)row + k;
+    return format == QRT_F16 ? qf_from_f16(h) : qf_from_bf16(h);
+}
+
+INLINE float one_weight(const int format, const uint8_t *row, int64_t k) {
+    float f;
+    if (format == QRT_F32) {
+        memcpy(&f, row + 4 * k, 4);
+    } else if (format == QRT_F16) {
+        f = qrt_half(row + 2 * k);
+    } else {
+        uint32_t u = (uint32_t)qrt_u16(row + 2 * k) << 16;
+        memcpy(&f, &u, 4);
+    }
+    return f;
+}
+
+// n columns (a multiple of QF) of w from column wk on and of x from column xk on; sums
+// [mr][FROWS][QF], replaced if `first`, else added to.
+INLINE void dot_tile(const int format, const int mr, const uint8_t *const *w, int64_t wk,
+                     const float *const *x, int64_t xk, int64_t n, int first, float *sums) {
+    qf a[FTILE][FROWS];
+#pragma GCC unroll 4
+    for (int t = 0; t < mr; t++)
+#pragma GCC unroll 4
+        for (int r = 0; r < FROWS; r++)
+            a[t][r] = first ? qf_zero() : qf_load(sums + (t * FROWS + r) * QF);
+    for (int64_t k = 0; k < n; k += QF) {
+        qf xv[FTILE];
+#pragma GCC unroll 4
+        for (int t = 0; t < mr; t++) xv[t] = qf_load(x[t] + xk + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < FROWS; r++) {
+            qf wv = load_weights(format, w[r], wk + k);
+#pragma GCC unroll 4
+            for (int t = 0; t < mr; t++) a[t][r] = qf_fma(wv, xv[t], a[t][r]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < mr; t++)
+#pragma GCC unroll 4
+        for (int r = 0; r < FROWS; r++) qf_store(sums + (t * FROWS + r) * QF, a[t][r]);
+}
+
+// FSET weight rows against n x rows. y [n][FSET]; sums [FSET / FROWS][n][FROWS][QF] and wide
+// [FSET][QRT_WIDE] are scratch. With several x rows the weights are widened once, QRT_WIDE columns
+// at a time, and each tile of x meets all of them while both lie in the first-level cache. With
+// one, the bytes behind these rows are fetched while they are read.
+INLINE void mul_float(const int format, const uint8_t *const *w, const float *const *x, int64_t n,
+                      int64_t cols, float *sums, float *wide, float *y) {
+    const int64_t whole = cols / QF * QF, row_bytes = cols * (format == QRT_F32 ? 4 : 2);
+    if (whole == 0) memset(sums, 0, (size_t)(n * FSET * QF) * sizeof(float));
+    if (n == 1) {
+        for (int64_t k = 0; k < whole; k += QRT_WIDE) {
+            const int64_t m = whole - k < QRT_WIDE ? whole - k : QRT_WIDE;
+            const uint8_t *ahead = w[0] + FSET * row_bytes + k * FSET * row_bytes / cols;
+            for (int g = 0; g < FSET / FROWS; g++) {
+                const int64_t share = m * FROWS * row_bytes / cols;
+                for (int64_t at = g * share; at < (g + 1) * share; at += 64)
+                    __builtin_prefetch(ahead + at, 0, 3);
+                dot_tile(format, 1, w + g * FROWS, k, x, k, m, k == 0, sums + g * FROWS * QF);
+            }
+        }
+    } else {
+        for (int64_t k = 0; k < whole; k += QRT_WIDE) {
+            const int64_t m = whole - k < QRT_WIDE ? whole - k : QRT_WIDE;
+            const uint8_t *from[FSET];
+            for (int r = 0; r < FSET; r++) {
+                from[r] = (const uint8_t *)(wide + r * QRT_WIDE);
+                for (int64_t i = 0; i < m; i += QF)
+                    qf_store(wide + r * QRT_WIDE + i, load_weights(format, w[r], k + i));
+            }
+            for (int64_t t = 0; t < n; t += FTILE)
+                for (int g = 0; g < FSET / FROWS; g++) {
+                    float *to = sums + (g * n + t) * FROWS * QF;
+                    const uint8_t *const *f = from + g * FROWS;
+                    if (n - t >= 3) dot_tile(QRT_F32, 3, f, 0, x + t, k, m, k == 0, to);
+                    else if (n - t == 2) dot_tile(QRT_F32, 2, f, 0, x + t, k, m, k == 0, to);
+                    else dot_tile(QRT_F32, 1, f, 0, x + t, k, m, k == 0, to);
+                }
+        }
+    }
+    for (int64_t t = 0; t < n; t++)
+        for (int r = 0; r < FSET; r++) {
+            const int64_t at = (r / FROWS * n + t) * FROWS + r % FROWS;
+            float s = qf_hsum(qf_load(sums + at * QF));
+            for (int64_t k = whole; k < cols; k++) s += one_weight(format, w[r], k) * x[t][k];
+            y[t * FSET + r] = s;
+        }
+}
+#endif
