@@ -6,7 +6,12 @@
 #include "quantize.h"
 #include "scratch.h"
 
-#define PIECE 64      // weight rows handed to a thread at a time
+// Weight rows handed to a thread at a time: few enough that nobody waits long for the last, many enough that what was
+// fetched ahead is mostly the thread's own.
+static int64_t piece_rows(int64_t rows, int threads) {
+    const int64_t share = rows / (threads * 8) / 64 * 64;
+    return share < 64 ? 64 : share > 512 ? 512 : share;
+}
 #define X_BYTES (192 * 1024) // of x kept in the second-level cache while all weights pass by
 
 // One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 + rows) . x row x_rows[i].
@@ -67,7 +72,7 @@ static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t 
                           mul_fn mul) {
     _Alignas(64) uint8_t q[256 * NR];
     _Alignas(64) float s[16 * NR], m[16 * NR];
-    panel to = {q, s, m};
+    panel to = {q, s, m, NULL};
     float *acc = (float *)scratch;
     const int64_t blocks = p->w->cols / 32;
     for (int64_t r = row0; r < row0 + rows; r += NR) {
@@ -75,7 +80,9 @@ static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t 
         memset(acc, 0, (size_t)p->n * NR * sizeof(float));
         for (int64_t b = 0; b < blocks; b += 8) {
             const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-            pack(p->data + r * p->w->row_bytes, p->w->row_bytes, n_rows, b, nb, &to);
+            const uint8_t *from = p->data + r * p->w->row_bytes;
+            to.ahead = from + NR * p->w->row_bytes * (blocks + b) / blocks;
+            pack(from, p->w->row_bytes, n_rows, b, nb, &to);
             mul(&to, nb, p->x, p->x_rows, p->n, b, acc);
         }
         for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, acc + i * NR, n_rows);
@@ -183,7 +190,7 @@ INLINE void product_float(const int format, const product *p, int64_t row0, int6
             w[i] = to;
         }
         for (int64_t t = 0; t < p->n; t += FTILE) {
-            float y[FTILE][FROWS];
+            float y[FTILE][FROWS] = {{0}};
             const float *x[FTILE];
             const int m = (int)(p->n - t < FTILE ? p->n - t : FTILE);
             for (int i = 0; i < m; i++) x[i] = p->xf + p->x_rows[t + i] * p->x_ld;
@@ -227,10 +234,11 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
     for (int i = 0; i < op->n_parts; i++) {
         const qrt_part *part = &op->parts[i];
         const qrt_tensor *w = &part->w;
-        const int64_t step = x_block(w, n), row_pieces = (w->rows + PIECE - 1) / PIECE;
+        const int64_t step = x_block(w, n), rows_each = piece_rows(w->rows, c->threads);
+        const int64_t row_pieces = (w->rows + rows_each - 1) / rows_each;
         const int64_t pieces = row_pieces * (step ? (n + step - 1) / step : 0);
         for (; piece < first + pieces; piece = qrt_take(c)) {
-            const int64_t x0 = (piece - first) / row_pieces * step, r0 = (piece - first) % row_pieces * PIECE;
+            const int64_t x0 = (piece - first) / row_pieces * step, r0 = (piece - first) % row_pieces * rows_each;
             const product p = {.w = w,
                                .data = w->data,
                                .scale = w->scale ? w->scale[0] : 1,
@@ -243,7 +251,7 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
                                .out = part->out.ptr,
                                .ld = part->out.ld,
                                .residual = part->residual};
-            products[w->format](&p, r0, w->rows - r0 < PIECE ? w->rows - r0 : PIECE, own);
+            products[w->format](&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
         }
         first += pieces;
     }
@@ -270,13 +278,14 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
     for (int i = 0; i < op->n_parts; i++) {
         const qrt_part *part = &op->parts[i];
         const qrt_tensor *w = &part->w;
-        const int64_t row_pieces = (w->rows + PIECE - 1) / PIECE;
+        const int64_t rows_each = piece_rows(w->rows, c->threads);
+        const int64_t row_pieces = (w->rows + rows_each - 1) / rows_each;
         for (int64_t e = 0, lo = 0; e < experts; e++) { // start[e] is the end of e's entries by now
             const int64_t hi = start[e], step = x_block(w, hi - lo);
             const int64_t pieces = step ? row_pieces * ((hi - lo + step - 1) / step) : 0;
             for (; piece < first + pieces; piece = qrt_take(c)) {
                 const int64_t x0 = lo + (piece - first) / row_pieces * step;
-                const int64_t r0 = (piece - first) % row_pieces * PIECE;
+                const int64_t r0 = (piece - first) % row_pieces * rows_each;
                 const product p = {.w = w,
                                    .data = w->data + e * w->expert_bytes,
                                    .scale = w->scale ? w->scale[e] : 1,
@@ -288,7 +297,7 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
                                    .n = hi - x0 < step ? hi - x0 : step,
                                    .out = part->out.ptr,
                                    .ld = w->rows};
-                products[w->format](&p, r0, w->rows - r0 < PIECE ? w->rows - r0 : PIECE, own);
+                products[w->format](&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
             }
             first += pieces;
             lo = hi;
