@@ -4,11 +4,13 @@
 #ifndef QRT_PACK_H
 #define QRT_PACK_H
 
-// A panel's rows are too many streams, each too short, for the processor to foresee. So while a panel is packed, the
-// bytes of the next one (whose rows follow) are fetched in the order in which they lie, a few lines between other
-// work: a burst would fill the queue of outstanding misses and stall. step: as many bytes as it packs itself.
+// A panel's rows are too many streams, each too short, for the processor to foresee. So while a
+// panel is packed, the bytes of the next one (whose rows follow) are fetched in the order in which
+// they lie, a few lines between other work: a burst would fill the queue of outstanding misses and
+// stall. step: as many bytes as it packs itself.
 INLINE void fetch_ahead(const panel *to, int step, int bytes) {
-    for (int at = step * bytes; at < (step + 1) * bytes; at += 64) __builtin_prefetch(to->ahead + at, 0, 3);
+    for (int at = step * bytes; at < (step + 1) * bytes; at += 64)
+        __builtin_prefetch(to->ahead + at, 0, 3);
 }
 
 INLINE wv low_nibbles(wv a) { return a & 0x0f0f0f0fu; }
