@@ -55,17 +55,18 @@ class CpuExecutable:
         self._lowered: dict[bool, Lowered] = {}
         s = program.state
         kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
+        kv_type = np.dtype(np.float16 if limits.kv_dtype == "f16" else np.float32)
         try:
-            self._k = np.zeros(kv_shape, np.uint16)
-            self._v = np.zeros(kv_shape, np.uint16)
-            self._delta = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32)
-            self._conv = np.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32)
+            self._k, self._v = np.zeros(kv_shape, kv_type), np.zeros(kv_shape, kv_type)
+            self._delta: Float = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32)
+            self._conv: Float = np.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32)
             self._pool = _native.Pool(threads)
         except MemoryError as e:
             raise OutOfMemory(f"no memory for the state pools ({limits}); lower the context or the slots") from e
         state = np.zeros((), STATE)
         for name, array in (("k", self._k), ("v", self._v), ("delta", self._delta), ("conv", self._conv)):
             state[name] = array.ctypes.data
+        state["kv_bytes"] = kv_type.itemsize
         state["n_pages"], state["page_tokens"] = limits.pages, limits.page_tokens
         for name in ("kv_heads", "head_dim", "attention_layers", "delta_layers", "v_heads", "d", "channels"):
             state[name] = getattr(s, name)
@@ -102,7 +103,9 @@ class CpuExecutable:
             seconds,
         )
         if status:
-            raise OutOfMemory("no memory for the scratch of a step") if status == 1 else BackendError(f"status {status}")
+            raise (
+                OutOfMemory("no memory for the scratch of a step") if status == 1 else BackendError(f"status {status}")
+            )
         op_seconds: dict[str, float] = defaultdict(float)
         if seconds is not None:
             for kind, spent in zip(lowered.op_kinds, seconds, strict=True):
@@ -130,8 +133,7 @@ class CpuExecutable:
         self._pool.close()
         self._lowered.clear()
         empty = np.zeros(0, np.float32)
-        self._k = self._v = np.zeros(0, np.uint16)
-        self._delta = self._conv = empty
+        self._k = self._v = self._delta = self._conv = empty
 
     def _get_lowered(self, fuse: bool) -> Lowered:
         if fuse not in self._lowered:
