@@ -84,12 +84,12 @@ typedef struct {
     const int32_t *tokens, *positions, *row_offsets, *starts, *slots, *pages, *out_rows;
 } qrt_batch;
 
-// State pools. KV: [layer][page][kv_head][page_tokens][head_dim] float16.
+// State pools. KV: [layer][page][kv_head][page_tokens][head_dim], kv_bytes each: 2 (float16) or 4 (float32).
 typedef struct {
-    uint16_t *k, *v;
+    void *k, *v;
     float *delta; // [slot][layer][v_heads][d value][d key]
     float *conv;  // [slot][layer][channels][kernel - 1]
-    int32_t n_pages, page_tokens, kv_heads, head_dim, attention_layers;
+    int32_t kv_bytes, n_pages, page_tokens, kv_heads, head_dim, attention_layers;
     int32_t delta_layers, v_heads, d, channels, conv_kernel;
 } qrt_state;
 

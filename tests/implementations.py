@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from qwen35rt.backends.base import Backend
+from qwen35rt.backends.base import Backend, KvType
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.config import environment
 
@@ -47,12 +47,12 @@ def cpu_backend(isa: str, threads: int = 2) -> Backend:
 @dataclass(frozen=True)
 class Implementation:
     """A backend under test. ``exact``: the weight types (as in a file's name) that meet unrounded activations;
-    ``kv_dtype``: how it keeps keys and values."""
+    ``pages``: how it is used to keep keys and values, the usual way first."""
 
     name: str
     make: Callable[[], Backend]
     exact: frozenset[str]
-    kv_dtype: str = "float32"
+    pages: tuple[KvType, ...] = ("f32",)
 
     def __str__(self) -> str:
         return self.name
@@ -64,5 +64,5 @@ def implementations() -> list[Implementation]:
     made = [Implementation("reference", ReferenceBackend, files)]
     for isa in isa_levels():
         exact = frozenset({"f32", "f16"} if isa == "avx512bf16" else {"f32", "f16", "bf16"})
-        made.append(Implementation(f"cpu-{isa}", partial(cpu_backend, isa), exact, "float16"))
+        made.append(Implementation(f"cpu-{isa}", partial(cpu_backend, isa), exact, ("f16", "f32")))
     return made

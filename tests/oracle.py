@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from qwen35rt.backends import reference
-from qwen35rt.backends.base import Backend, Batch, Executable, Limits
+from qwen35rt.backends.base import Backend, Batch, Executable, KvType, Limits
 from qwen35rt.model.gguf_file import open_gguf
 from qwen35rt.model.graph import build_program
 from qwen35rt.model.hparams import HParams, read_hparams
@@ -94,10 +94,12 @@ def prompts(name: str, variant: str, kind: str = "hf", but: Sequence[str] = ()) 
     return [k[len(start) :] for k in golden(name) if k.startswith(start) and k[len(start) :] not in but]
 
 
-def compiled(backend: Backend, program: Program, tokens: int = 256, slots: int = 1) -> Executable:
-    """An executable for steps and sequences of up to ``tokens`` tokens."""
+def compiled(
+    backend: Backend, program: Program, tokens: int = 256, slots: int = 1, kv_dtype: KvType = "f32"
+) -> Executable:
+    """An executable for steps and sequences of up to ``tokens`` tokens. HF kept keys and values in float32."""
     pages = slots * -(-tokens // PAGE_TOKENS)
-    return backend.compile(program, Limits(tokens, tokens, slots, pages, PAGE_TOKENS))
+    return backend.compile(program, Limits(tokens, tokens, slots, pages, PAGE_TOKENS, kv_dtype))
 
 
 def step(

@@ -1,8 +1,8 @@
-// Causal softmax attention over float16 pages, without a score matrix: keys are taken in blocks of
-// at most QRT_KEYS with a running maximum. A row's sums always run in the same order (a dot product
-// in one vector along dim, keys one after another, pieces of QRT_SPLIT_PAGES pages joined in
-// order), whatever tile it sits in, so that its result depends neither on the other rows of a step
-// nor on threads.
+// Causal softmax attention over float16 or float32 pages, without a score matrix: keys are taken in
+// blocks of at most QRT_KEYS with a running maximum. A row's sums always run in the same order (a
+// dot product in one vector along dim, keys one after another, pieces of QRT_SPLIT_PAGES pages
+// joined in order), whatever tile it sits in, so that its result depends neither on the other rows
+// of a step nor on threads.
 #include "kernels.h"
 #include "scratch.h"
 
@@ -44,43 +44,52 @@ INLINE buffers carve(const qrt_ctx *c, int64_t queries, int64_t dim) {
     return b;
 }
 
-INLINE void convert(float *to, const uint16_t *from, int64_t n, int64_t padded) {
+// Functions below that take `bytes` read elements of that size from pages: 2 (float16) or 4
+// (float32). It is a constant at each call, so that they are compiled for both.
+INLINE const void *element(const void *p, int64_t i, const int bytes) {
+    return (const uint8_t *)p + i * bytes;
+}
+INLINE qf qf_stored(const void *p, const int bytes) {
+    return bytes == 2 ? qf_from_f16(p) : qf_load(p);
+}
+
+INLINE void convert(float *to, const void *from, int64_t n, int64_t padded, const int bytes) {
     int64_t i = 0;
-    for (; i + QF <= n; i += QF) qf_store(to + i, qf_from_f16(from + i));
-    for (; i < padded; i++) to[i] = i < n ? qrt_half((const uint8_t *)(from + i)) : 0;
+    for (; i + QF <= n; i += QF) qf_store(to + i, qf_stored(element(from, i, bytes), bytes));
+    for (; i < padded; i++) {
+        const void *x = element(from, i, bytes);
+        to[i] = i >= n ? 0 : bytes == 2 ? qrt_half(x) : *(const float *)x;
+    }
 }
 
 // Rows that will be read soon. They are fetched into the second-level cache a few lines at a time
 // while others are worked on: pages lie anywhere, and the processor's own prefetching stops at
 // their ends.
 typedef struct {
-    const uint16_t *at, *end;
-    int64_t step; // elements of one call
+    const uint8_t *at, *end;
+    int64_t step; // bytes of one call
 } stream;
 
-INLINE stream stream_of(const uint16_t *p, int64_t n, int64_t calls) {
-    return (stream){p, p + n, (n / calls + 31) / 32 * 32};
+INLINE stream stream_of(const void *p, int64_t n, int64_t calls) {
+    const uint8_t *at = p;
+    return (stream){at, at + n, (n / calls + 63) / 64 * 64};
 }
 
 INLINE void fetch(stream *s) {
-    for (int64_t i = 0; i < s->step && s->at < s->end; i += 32, s->at += 32)
+    for (int64_t i = 0; i < s->step && s->at < s->end; i += 64, s->at += 64)
         __builtin_prefetch(s->at, 0, 2);
 }
 
 // Dot products of nq queries with nk keys (both at most 4, one of them 4): score[i * QRT_KEYS + j].
-// halves: keys are float16 as stored, else converted float32.
-INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, int nk, bool halves,
-                 int64_t dim, float *score) {
+INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, int nk, int64_t dim,
+                 float *score, const int bytes) {
     qf acc[4][4], zero = qf_zero();
     for (int i = 0; i < nq; i++) {
         for (int j = 0; j < nk; j++) acc[i][j] = zero;
     }
     for (int64_t d = 0; d < dim; d += QF) {
         qf k[4];
-        for (int j = 0; j < nk; j++) {
-            k[j] = halves ? qf_from_f16((const uint16_t *)key[j] + d)
-                          : qf_load((const float *)key[j] + d);
-        }
+        for (int j = 0; j < nk; j++) k[j] = qf_stored(element(key[j], d, bytes), bytes);
         for (int i = 0; i < nq; i++) {
             qf x = qf_load(q + i * q_ld + d);
             for (int j = 0; j < nk; j++) acc[i][j] = qf_fma(x, k[j], acc[i][j]);
@@ -101,34 +110,36 @@ INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, i
 
 // Few queries: keys are read as they are stored. n keys, the last of which serves for those that
 // fill up a pair.
-INLINE void scores_direct(const buffers *b, int nq, int at, const uint16_t *k, int n,
-                          stream *next) {
+INLINE void scores_direct(const buffers *b, int nq, int at, const void *k, int n, stream *next,
+                          const int bytes) {
     for (int j = 0; j < n; j += 2) {
-        const void *key[2] = {k + j * b->dim, k + (j + 1 < n ? j + 1 : j) * b->dim};
-        dots(b->q + at * b->ld, b->ld, nq, key, 2, true, b->dim, b->score + at * QRT_KEYS + j);
+        const void *key[2] = {element(k, j * b->dim, bytes),
+                              element(k, (j + 1 < n ? j + 1 : j) * b->dim, bytes)};
+        dots(b->q + at * b->ld, b->ld, nq, key, 2, b->dim, b->score + at * QRT_KEYS + j, bytes);
         fetch(next);
     }
 }
 
 // score[i][j] for all queries and n keys; columns behind n may be written too. Meanwhile the
 // block's values, at v, are fetched.
-static void scores(const buffers *b, int queries, const uint16_t *k, const uint16_t *v, int n,
-                   bool direct) {
+INLINE void scores(const buffers *b, int queries, const void *k, const void *v, int n, bool direct,
+                   const int bytes) {
     if (direct) {
-        stream next = stream_of(v, n * b->dim, (n + 1) / 2);
+        stream next = stream_of(v, n * b->dim * bytes, (n + 1) / 2);
         int i = 0;
-        for (; i + 4 <= queries; i += 4) scores_direct(b, 4, i, k, n, &next);
-        if (queries - i == 3) scores_direct(b, 3, i, k, n, &next);
-        if (queries - i == 2) scores_direct(b, 2, i, k, n, &next);
-        if (queries - i == 1) scores_direct(b, 1, i, k, n, &next);
+        for (; i + 4 <= queries; i += 4) scores_direct(b, 4, i, k, n, &next, bytes);
+        if (queries - i == 3) scores_direct(b, 3, i, k, n, &next, bytes);
+        if (queries - i == 2) scores_direct(b, 2, i, k, n, &next, bytes);
+        if (queries - i == 1) scores_direct(b, 1, i, k, n, &next, bytes);
         return;
     }
-    stream next =
-        stream_of(v, n * b->dim, (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((queries + 2) / 3));
+    stream next = stream_of(v, n * b->dim * bytes,
+                            (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((queries + 2) / 3));
     for (int chunk = 0; chunk < n; chunk += QRT_KEY_CHUNK) {
         int m = n - chunk < QRT_KEY_CHUNK ? n - chunk : QRT_KEY_CHUNK;
         for (int j = 0; j < m; j++)
-            convert(b->keys + j * b->ld, k + (chunk + j) * b->dim, b->dim, b->ld);
+            convert(b->keys + j * b->ld, element(k, (chunk + j) * b->dim, bytes), b->dim, b->ld,
+                    bytes);
         for (int i = 0; i < queries; i += 3) {
             const float *q = b->q + i * b->ld;
             fetch(&next);
@@ -137,11 +148,11 @@ static void scores(const buffers *b, int queries, const uint16_t *k, const uint1
                 for (int t = 0; t < 4; t++) key[t] = b->keys + (j + t < m ? j + t : m - 1) * b->ld;
                 float *to = b->score + i * QRT_KEYS + chunk + j;
                 if (queries - i >= 3) {
-                    dots(q, b->ld, 3, key, 4, false, b->ld, to);
+                    dots(q, b->ld, 3, key, 4, b->ld, to, 4);
                 } else if (queries - i == 2) {
-                    dots(q, b->ld, 2, key, 4, false, b->ld, to);
+                    dots(q, b->ld, 2, key, 4, b->ld, to, 4);
                 } else {
-                    dots(q, b->ld, 1, key, 4, false, b->ld, to);
+                    dots(q, b->ld, 1, key, 4, b->ld, to, 4);
                 }
             }
         }
@@ -171,7 +182,7 @@ INLINE float soften(float *score, int n, float *top, float *total) {
 // sum[i] = factor[i] * sum[i] + sum over n keys of weight[i][j] * value[j], for nq queries and nv
 // vectors of columns
 INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const float *factor,
-                  const void *value, int64_t value_ld, int nv, bool halves, int n) {
+                  const void *value, int64_t value_ld, int nv, int n, const int bytes) {
     qf acc[4][4];
     for (int i = 0; i < nq; i++) {
         for (int t = 0; t < nv; t++)
@@ -179,10 +190,8 @@ INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const flo
     }
     for (int j = 0; j < n; j++) {
         qf v[4];
-        for (int t = 0; t < nv; t++) {
-            v[t] = halves ? qf_from_f16((const uint16_t *)value + j * value_ld + t * QF)
-                          : qf_load((const float *)value + j * value_ld + t * QF);
-        }
+        for (int t = 0; t < nv; t++)
+            v[t] = qf_stored(element(value, j * value_ld + t * QF, bytes), bytes);
         for (int i = 0; i < nq; i++) {
             qf w = qf_set1(weight[i * QRT_KEYS + j]);
             for (int t = 0; t < nv; t++) acc[i][t] = qf_fma(w, v[t], acc[i][t]);
@@ -194,42 +203,43 @@ INLINE void weigh(float *sum, int64_t ld, int nq, const float *weight, const flo
 }
 
 // Few queries: values are read as they are stored, some rows with all columns at a time.
-INLINE void weigh_direct(const buffers *b, int nq, int at, const float *factor, const uint16_t *v,
-                         int n, stream *next) {
+INLINE void weigh_direct(const buffers *b, int nq, int at, const float *factor, const void *v,
+                         int n, stream *next, const int bytes) {
     const float ones[4] = {1, 1, 1, 1}, *f = factor + at;
     for (int j = 0; j < n; j += QRT_KEY_CHUNK, f = ones) {
         int m = n - j < QRT_KEY_CHUNK ? n - j : QRT_KEY_CHUNK;
         const float *weight = b->score + at * QRT_KEYS + j;
-        const uint16_t *rows = v + j * b->dim;
+        const void *rows = element(v, j * b->dim, bytes);
         float *sum = b->sum + at * b->ld;
         int64_t d = 0;
         for (; d + 2 * QF <= b->dim; d += 2 * QF) {
-            weigh(sum + d, b->ld, nq, weight, f, rows + d, b->dim, 2, true, m);
+            weigh(sum + d, b->ld, nq, weight, f, element(rows, d, bytes), b->dim, 2, m, bytes);
             fetch(next);
         }
-        if (d < b->dim) weigh(sum + d, b->ld, nq, weight, f, rows + d, b->dim, 1, true, m);
+        if (d < b->dim)
+            weigh(sum + d, b->ld, nq, weight, f, element(rows, d, bytes), b->dim, 1, m, bytes);
     }
 }
 
 INLINE void weigh_converted(const buffers *b, int nq, int at, int64_t d, const float *factor,
                             int nv, int n) {
     weigh(b->sum + at * b->ld + d, b->ld, nq, b->score + at * QRT_KEYS, factor + at, b->values,
-          4 * QF, nv, false, n);
+          4 * QF, nv, n, 4);
 }
 
 // sum = factor * sum + weights @ values for all queries and n keys. Meanwhile the next block's n
 // keys, at k, are fetched (NULL: there is none).
-static void weigh_values(const buffers *b, int queries, const float *factor, const uint16_t *v,
-                         const uint16_t *k, int n, bool direct) {
-    const int64_t ahead = k ? n * b->dim : 0;
+INLINE void weigh_values(const buffers *b, int queries, const float *factor, const void *v,
+                         const void *k, int n, bool direct, const int bytes) {
+    const int64_t ahead = k ? n * b->dim * bytes : 0;
     if (direct) {
         stream next = stream_of(
             k, ahead, (n + QRT_KEY_CHUNK - 1) / QRT_KEY_CHUNK * ((b->dim + 2 * QF - 1) / (2 * QF)));
         int i = 0;
-        for (; i + 4 <= queries; i += 4) weigh_direct(b, 4, i, factor, v, n, &next);
-        if (queries - i == 3) weigh_direct(b, 3, i, factor, v, n, &next);
-        if (queries - i == 2) weigh_direct(b, 2, i, factor, v, n, &next);
-        if (queries - i == 1) weigh_direct(b, 1, i, factor, v, n, &next);
+        for (; i + 4 <= queries; i += 4) weigh_direct(b, 4, i, factor, v, n, &next, bytes);
+        if (queries - i == 3) weigh_direct(b, 3, i, factor, v, n, &next, bytes);
+        if (queries - i == 2) weigh_direct(b, 2, i, factor, v, n, &next, bytes);
+        if (queries - i == 1) weigh_direct(b, 1, i, factor, v, n, &next, bytes);
         return;
     }
     stream next = stream_of(k, ahead, (b->ld + 4 * QF - 1) / (4 * QF) * ((queries + 2) / 3));
@@ -238,7 +248,7 @@ static void weigh_values(const buffers *b, int queries, const float *factor, con
                 real = b->dim - d < width ? b->dim - d : width;
         int nv = (int)(width / QF), i = 0;
         for (int j = 0; j < n; j++)
-            convert(b->values + j * 4 * QF, v + j * b->dim + d, real, width);
+            convert(b->values + j * 4 * QF, element(v, j * b->dim + d, bytes), real, width, bytes);
         for (; i + 3 <= queries && nv == 4; i += 3) {
             weigh_converted(b, 3, i, d, factor, 4, n);
             fetch(&next);
@@ -298,8 +308,8 @@ INLINE int64_t row_at(const qrt_op *op, const qrt_state *st, const tile *t, int6
 
 // One piece: the pages of number piece * QRT_SPLIT_PAGES and following -> sum, top, total of each
 // query.
-static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const buffers *b,
-                   int64_t piece) {
+INLINE void attend_as(const int bytes, const qrt_op *op, const qrt_state *st, const tile *t,
+                      const buffers *b, int64_t piece) {
     const int64_t tokens = st->page_tokens,
                   seen = t->start + t->rows; // keys that the last row sees
     const int64_t block = tokens < QRT_KEYS ? tokens : QRT_KEYS;
@@ -313,7 +323,8 @@ static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const b
         int64_t left = tokens - key % tokens, at = row_at(op, st, t, key);
         int n = (int)(end - key < block ? end - key : block);
         if (n > left) n = (int)left;
-        scores(b, t->queries, st->k + at, st->v + at, n, direct);
+        const void *k = element(st->k, at, bytes), *v = element(st->v, at, bytes), *next = NULL;
+        scores(b, t->queries, k, v, n, direct, bytes);
         for (int i = 0; i < t->queries; i++) {
             int64_t own = t->start + i / t->group + 1 - key; // keys of this block that the row sees
             if (own <= 0) {
@@ -325,9 +336,26 @@ static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const b
                                    b->total + i);
             }
         }
-        const uint16_t *next = key + n < end ? st->k + row_at(op, st, t, key + n) : NULL;
-        weigh_values(b, t->queries, factor, st->v + at, next, n, direct);
+        if (key + n < end) next = element(st->k, row_at(op, st, t, key + n), bytes);
+        weigh_values(b, t->queries, factor, v, next, n, direct, bytes);
         key += n;
+    }
+}
+
+#define ATTEND(bytes)                                                                              \
+    static __attribute__((noinline)) void attend_##bytes(                                          \
+        const qrt_op *op, const qrt_state *st, const tile *t, const buffers *b, int64_t piece) {   \
+        attend_as(bytes, op, st, t, b, piece);                                                     \
+    }
+ATTEND(2)
+ATTEND(4)
+
+static void attend(const qrt_op *op, const qrt_state *st, const tile *t, const buffers *b,
+                   int64_t piece) {
+    if (st->kv_bytes == 4) {
+        attend_4(op, st, t, b, piece);
+    } else {
+        attend_2(op, st, t, b, piece);
     }
 }
 

@@ -253,7 +253,7 @@ static double int8_peak(void) {
     enum { N = 200000, CHAINS = 12 };
     _Alignas(64) uint8_t zero[64] = {0};
     __asm__ volatile("" : : "r"(zero) : "memory");
-#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
+#if (defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)) && !defined(QRT_SIMDE)
     __m512i a[CHAINS], w = _mm512_loadu_si512(zero), b = w;
     for (int j = 0; j < CHAINS; j++) a[j] = w;
     for (int i = 0; i < N; i++)

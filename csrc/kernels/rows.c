@@ -2,6 +2,7 @@
 // kv_append.
 #include "kernels.h"
 #include "scratch.h"
+#include <float.h>
 
 // out[t] = row tokens[t] of the table
 static void embed(const qrt_op *op, const qrt_ctx *c) {
@@ -205,17 +206,37 @@ static void moe_route(const qrt_op *op, const qrt_ctx *c) {
     }
 }
 
-// Out of float16's range means its largest number: an infinity would poison rows that must not see
-// it.
-INLINE qf to_range(qf a) { return qf_min(qf_set1(65504.0f), qf_max(qf_set1(-65504.0f), a)); }
+// Out of range means the largest number: an infinity would poison rows that must not see it.
+INLINE qf to_range(qf a, float most) { return qf_min(qf_set1(most), qf_max(qf_set1(-most), a)); }
 
+#define HALF_MAX 65504.0f
 INLINE void store_f16(uint16_t *to, const float *x, int64_t n) {
     int64_t i = 0;
-    for (; i + QF <= n; i += QF) qf_to_f16(to + i, to_range(qf_load(x + i)));
+    for (; i + QF <= n; i += QF) qf_to_f16(to + i, to_range(qf_load(x + i), HALF_MAX));
     if (i < n) {
         uint16_t buf[QF];
-        qf_to_f16(buf, to_range(qf_load_part(x + i, (int)(n - i))));
+        qf_to_f16(buf, to_range(qf_load_part(x + i, (int)(n - i)), HALF_MAX));
         memcpy(to + i, buf, (size_t)(n - i) * sizeof *buf);
+    }
+}
+
+INLINE void store_f32(float *to, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + QF <= n; i += QF) qf_store(to + i, to_range(qf_load(x + i), FLT_MAX));
+    if (i < n) {
+        const int left = (int)(n - i);
+        qf_store_part(to + i, to_range(qf_load_part(x + i, left), FLT_MAX), left);
+    }
+}
+
+// x: [head_dim] of row r, head h -> element `at` of a pool
+INLINE void store(const qrt_state *st, void *pool, int64_t at, const qrt_view *x, int64_t r,
+                  int h) {
+    const float *from = x->ptr + r * x->ld + (int64_t)h * x->stride;
+    if (st->kv_bytes == 4) {
+        store_f32((float *)pool + at, from, st->head_dim);
+    } else {
+        store_f16((uint16_t *)pool + at, from, st->head_dim);
     }
 }
 
@@ -234,8 +255,8 @@ static void kv_append(const qrt_op *op, const qrt_ctx *c) {
             for (int h = 0; h < st->kv_heads; h++) {
                 int64_t at = ((int64_t)op->layer * st->n_pages + page) * st->kv_heads + h;
                 at = (at * st->page_tokens + p % st->page_tokens) * st->head_dim;
-                store_f16(st->k + at, k->ptr + r * k->ld + (int64_t)h * k->stride, st->head_dim);
-                store_f16(st->v + at, v->ptr + r * v->ld + (int64_t)h * v->stride, st->head_dim);
+                store(st, st->k, at, k, r, h);
+                store(st, st->v, at, v, r, h);
             }
         }
     }

@@ -37,6 +37,11 @@ static inline simde__m512 qrt_roundscale_ps(simde__m512 a) {
     for (int i = 0; i < 2; i++) y.h[i] = _mm256_round_ps(x.h[i], 8);
     return y.v;
 }
+static inline simde__m512 qrt_cvtepi32_ps(simde__m512i a) {
+    qrt_halves x = {.i = a}, y;
+    for (int i = 0; i < 2; i++) y.h[i] = _mm256_cvtepi32_ps(x.hi[i]);
+    return y.v;
+}
 static inline __m128i qrt_cvtepi32_epi8(simde__m512i a) {
     qrt_halves x = {.i = a};
     int8_t b[16];
@@ -47,6 +52,8 @@ static inline __m128i qrt_cvtepi32_epi8(simde__m512i a) {
     return _mm_loadu_si128((const __m128i *)b);
 }
 #undef _mm512_cvtps_epi32
+#undef _mm512_cvtepi32_ps
+#define _mm512_cvtepi32_ps(a) qrt_cvtepi32_ps(a)
 #undef _mm512_cvtepi32_epi8
 #define _mm512_cvtepi32_epi8(a) qrt_cvtepi32_epi8(a)
 #undef _mm512_cvtph_ps

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen35rt.backends.base import Backend, Batch, Limits
+from qwen35rt.backends.base import Backend, Batch, KvType, Limits
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.model.program import Builder, Program, StateShape, Value
 
@@ -76,6 +76,7 @@ class Case:
     columns: tuple[int, ...] = ()  # where the output's columns are split for the comparison
     every: int = 1
     far: int = 0  # > 0: random three-axis positions below this
+    kv_dtype: KvType = "f16"
 
     @property
     def id(self) -> str:
@@ -94,7 +95,7 @@ class Case:
         """Pages of 16 tokens, two slots and pages more than needed."""
         pages = sum(-(-n // PAGE_TOKENS) for n in self.lengths) + 2
         rows = sum(self.lengths)
-        return Limits(rows=rows, out_rows=rows, slots=len(self.lengths) + 2, pages=pages, page_tokens=PAGE_TOKENS)
+        return Limits(rows, rows, len(self.lengths) + 2, pages, PAGE_TOKENS, self.kv_dtype)
 
     def batches(self) -> Iterator[Batch]:
         """The steps. Slots and pages are scattered, sequences that are done drop out."""

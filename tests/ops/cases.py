@@ -191,10 +191,10 @@ def _row_ops() -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------ ops with state
 
 
-def _attention(i: Inputs, n: int, kv: int, dim: int, sharp: float) -> Value:
-    """Keys and values are numbers that float16 holds exactly, so that pages of float16 add no error."""
+def _attention(i: Inputs, n: int, kv: int, dim: int, sharp: float, kept: npt.DTypeLike = np.float16) -> Value:
+    """Keys and values are numbers that ``kept`` holds exactly, so that pages of that type add no error."""
     q, *kvs = (i.rng.normal(0, s, (i.rows, h * dim)) for s, h in ((sharp, n), (1, kv), (1, kv)))
-    k, v = (i.value(x.astype(np.float16)) for x in kvs)
+    k, v = (i.value(x.astype(kept)) for x in kvs)
     i.b.kv_append(k.view(kv, dim), v.view(kv, dim), 0)
     return i.b.attention(i.value(q).view(n, dim), kv, 0, "y")
 
@@ -231,6 +231,10 @@ def state_cases() -> Iterator[Case]:
         for sharp in (1.0, 8.0):
             build = partial(_attention, n=n, kv=kv, dim=dim, sharp=sharp)
             yield from _cuts(Case("attention", f"{n}-{kv}-{dim}-sharp{sharp:g}", build, 1e-9, state=shape))
+    for n, kv, dim in ((2, 1, 32), (4, 1, 256), (6, 3, 48), (3, 1, 20)):
+        build = partial(_attention, n=n, kv=kv, dim=dim, sharp=3.0, kept=np.float32)
+        shape = StateShape(1, kv, dim, 0, 1, 16, 1, 4)
+        yield from _cuts(Case("attention", f"{n}-{kv}-{dim}-f32", build, 1e-11, state=shape, kv_dtype="f32"))
     long = partial(_attention, n=8, kv=2, dim=64, sharp=3.0)
     yield Case("attention", "long", long, 1e-9, (600, 5), ((257, 1, 342), (1,)), StateShape(1, 2, 64, 0, 1, 16, 1, 4))
     for channels, kernel in ((5, 4), (37, 4), (128, 4), (33, 2), (16, 5)):

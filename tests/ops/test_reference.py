@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qwen35rt.backends.base import Batch, Limits
+from qwen35rt.backends.base import Batch, KvType, Limits
 from qwen35rt.backends.reference import KERNELS, ReferenceBackend
 from qwen35rt.errors import BackendError
 from qwen35rt.model.program import OP_KINDS, Op, Program, StateShape
@@ -332,7 +332,6 @@ def test_float16_pages_round_keys_and_values() -> None:
     program = Program(tuple(i.b.ops), tuple(i.b.values), out, i.b.gather_rows(out, "w"), state, 32)
     program = Program(tuple(i.b.ops), program.values, out, program.logits, state, 32)
     batch = Batch.single(range(9), 0, np.array([0]), out_rows=range(9))
-    exact, half = (
-        ReferenceBackend(np.float64, kv).compile(program, Limits()).run(batch)[0] for kv in (None, np.float16)
-    )
+    kinds: tuple[KvType, ...] = ("f32", "f16")
+    exact, half = (ReferenceBackend(np.float64).compile(program, Limits(kv_dtype=kv)).run(batch)[0] for kv in kinds)
     assert 1e-10 < nmse(half, exact) < 1e-6

@@ -8,26 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..model.program import Program
 
 Float = npt.NDArray[np.float32]
 Int = npt.NDArray[np.int32]
 
 
+KvType = Literal["f16", "f32"]
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Sizes fixed when a program is compiled."""
+    """Sizes fixed when a program is compiled. Raises ConfigError for an unknown type of pages."""
 
     rows: int = 512  # token rows of one step
     out_rows: int = 512  # rows of one step whose logits may be asked for
     slots: int = 1  # recurrent states
     pages: int = 64  # KV pages, shared by all sequences
     page_tokens: int = 64  # tokens of one page
+    kv_dtype: KvType = "f16"  # how pages keep keys and values
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in get_args(KvType):
+            raise ConfigError(f"no pages of type {self.kv_dtype!r}; known: {', '.join(get_args(KvType))}")
 
 
 @dataclass(frozen=True)

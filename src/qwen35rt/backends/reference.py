@@ -27,31 +27,31 @@ L2_EPS = 1e-6
 class ReferenceBackend:
     """Compiles programs for NumPy. ``dtype`` float32 or float64 is used for all values, sums and states.
 
-    ``kv_dtype`` is the storage of keys and values (default: ``dtype``; float16 shows what half-precision pages cost).
+    Pages of type "f32" keep keys and values as they are, in ``dtype``.
     """
 
     name = "reference"
 
-    def __init__(self, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(self, dtype: npt.DTypeLike = np.float32) -> None:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        self.kv_dtype: np.dtype[Any] = self.dtype if kv_dtype is None else np.dtype(kv_dtype)
 
     def compile(self, program: Program, limits: Limits) -> ReferenceExecutable:
         """Allocate the state pools; weights are dequantised when an op first needs them."""
-        return ReferenceExecutable(program, limits, self.dtype, self.kv_dtype)
+        return ReferenceExecutable(program, limits, self.dtype)
 
 
 class ReferenceExecutable:
     """A program with its pools: delta [slots, layers, v_heads, d (value), d (key)], conv [slots, layers, channels,
     kernel - 1], keys and values [layers, pages, page_tokens, kv_heads, head_dim]."""
 
-    def __init__(self, program: Program, limits: Limits, dtype: np.dtype[Any], kv_dtype: np.dtype[Any]) -> None:
+    def __init__(self, program: Program, limits: Limits, dtype: np.dtype[Any]) -> None:
         self.program, self.limits, self.dtype = program, limits, dtype
         s = program.state
         self.delta = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), dtype)
         self.conv = np.zeros((limits.slots, s.delta_layers, s.channels, max(s.conv_kernel - 1, 0)), dtype)
         kv = (s.attention_layers, limits.pages, limits.page_tokens, s.kv_heads, s.head_dim)
-        self.keys, self.values = np.zeros(kv, kv_dtype), np.zeros(kv, kv_dtype)
+        kept = np.float16 if limits.kv_dtype == "f16" else dtype
+        self.keys, self.values = np.zeros(kv, kept), np.zeros(kv, kept)
         self._weights: dict[int, Array] = {}  # by id: the program keeps its tensors alive
 
     def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Array, StepReport]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +56,10 @@ class CpuExecutable:
         self._lowered: dict[bool, Lowered] = {}
         s = program.state
         kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
+        kv_type = np.dtype(np.float16 if limits.kv_dtype == "f16" else np.float32)
         try:
-            self._k: npt.NDArray[np.uint16] = np.zeros(kv_shape, np.uint16)
-            self._v: npt.NDArray[np.uint16] = np.zeros(kv_shape, np.uint16)
+            self._k: npt.NDArray[Any] = np.zeros(kv_shape, kv_type)
+            self._v: npt.NDArray[Any] = np.zeros(kv_shape, kv_type)
             self._delta: Float = np.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32)
             self._conv: Float = np.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32)
             self._pool = _native.Pool(threads)
@@ -66,6 +68,7 @@ class CpuExecutable:
         state = np.zeros((), STATE)
         for name, array in (("k", self._k), ("v", self._v), ("delta", self._delta), ("conv", self._conv)):
             state[name] = array.ctypes.data
+        state["kv_bytes"] = kv_type.itemsize
         state["n_pages"], state["page_tokens"] = limits.pages, limits.page_tokens
         for name in ("kv_heads", "head_dim", "attention_layers", "delta_layers", "v_heads", "d", "channels"):
             state[name] = getattr(s, name)
@@ -131,8 +134,7 @@ class CpuExecutable:
         self._pool.close()
         self._lowered.clear()
         empty = np.zeros(0, np.float32)
-        self._k = self._v = np.zeros(0, np.uint16)
-        self._delta = self._conv = empty
+        self._k = self._v = self._delta = self._conv = empty
 
     def _get_lowered(self, fuse: bool) -> Lowered:
         if fuse not in self._lowered:

@@ -44,6 +44,7 @@ STATE = np.dtype(
     + [
         (name, "i4")
         for name in (
+            "kv_bytes",
             "n_pages",
             "page_tokens",
             "kv_heads",
