@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import sys
 import tempfile
@@ -52,17 +53,27 @@ def mutate(whole: bytes, seed: int, number: int) -> bytes:
 
 
 def _change_number(out: bytearray, whole: bytes, rng: np.random.Generator, header: int) -> None:
-    """Overwrite a count, length, dimension, offset or value that stands before or behind some name of the header."""
-    places = [i for i in range(24, min(header, 40_000)) if whole[i : i + 4] in (b"blk.", b"qwen", b"toke", b"outp")]
-    start = places[int(rng.integers(0, len(places)))]
-    length = int.from_bytes(whole[start - 8 : start], "little")
-    size = int(rng.choice([4, 8]))
-    behind = start + length + int(rng.choice([0, 4, 8, 12, 20, 24, 28]))
-    at = int(rng.choice([8, 16, start - 8, behind], p=[0.05, 0.05, 0.2, 0.7]))
-    odd = [0, 1, 2, 3, 31, 33, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
-    now = int.from_bytes(out[at : at + size], "little")
-    odd += [now + 1, max(now - 1, 0), now * 2, now // 2, now + 32]
-    value = odd[int(rng.integers(0, len(odd)))] % (1 << 8 * size)
+    """Overwrite a count, length, type, dimension, offset or value that stands before or behind a name of the header."""
+    keys = rng.random() < 0.5
+    pattern = (
+        rb"general\.[a-z]+|qwen35(?:moe)?\.[a-z_.]+|tokenizer\.[a-z_.]+"
+        if keys
+        else rb"[a-z0-9_.]+\.weight|blk[a-z0-9_.]+"
+    )
+    names = list(re.finditer(pattern, whole[24:header]))
+    name = names[int(rng.integers(0, len(names)))]
+    start, end = 24 + name.start(), 24 + name.end()
+    # Behind a key: value type, value or element type, count. Behind a tensor: dimensions, their number, type, offset.
+    behind = end + int(rng.choice([0, 4, 4, 8] if keys else [0, 4, 8, 12, 20, 24, 28]))
+    at = int(rng.choice([8, 16, start - 8, behind], p=[0.03, 0.03, 0.1, 0.84]))
+    size = 4 if at == end else int(rng.choice([4, 8]))
+    if at == end and keys:
+        value = int(rng.integers(0, 14))
+    else:
+        odd = [0, 1, 2, 3, 31, 33, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
+        now = int.from_bytes(out[at : at + size], "little")
+        odd += [now + 1, max(now - 1, 0), now * 2, now // 2, now + 32, 0x7FC00000, 0x7F800000]  # also NaN and infinity
+        value = odd[int(rng.integers(0, len(odd)))] % (1 << 8 * size)
     out[at : at + size] = value.to_bytes(size, "little")
 
 
@@ -77,7 +88,10 @@ def attempt(path: Path) -> str:
             done = answer(model)
         except errors.GenerationFailed:
             return "not finite"
-        return "ran" if done.usage.completion_tokens == 2 or done.finish_reason == "stop" else "ran short"
+        except errors.ContextLengthExceeded:
+            return "small context"
+        most = min(2, model.n_ctx - done.usage.prompt_tokens)
+        return "ran" if done.usage.completion_tokens == most or done.finish_reason == "stop" else "ran short"
 
 
 def answer(model: Model) -> qwen35rt.Completion:
@@ -85,7 +99,7 @@ def answer(model: Model) -> qwen35rt.Completion:
     if model.has_chat_template:
         try:
             return model.chat([{"role": "user", "content": "hello"}], max_tokens=2, temperature=0)
-        except errors.TemplateError:
+        except (errors.TemplateError, errors.ContextLengthExceeded):
             pass
     return model.generate("hello <|im_end|>", max_tokens=2, temperature=0)
 

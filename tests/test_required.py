@@ -17,10 +17,11 @@ import qwen35rt
 from qwen35rt import errors
 from qwen35rt.backends.base import Backend
 from qwen35rt.backends.reference import ReferenceBackend
+from qwen35rt.formats import BY_NAME
 from qwen35rt.model.program import Program
 from qwen35rt.model.source import open_source
 
-from .fixtures import Float, TinySpec, tiny_metadata, tiny_tensors, write_gguf, write_tiny
+from .fixtures import Float, TinySpec, tiny_tensors, write_gguf, write_tiny
 from .gguf_raw import quantize
 from .implementations import cpu_backend, isa_levels
 from .oracle import compiled, every, in_steps, int8_rows, rounded_activations, step
@@ -85,7 +86,10 @@ def test_b25_extra_tensor_warns_and_missing_one_is_an_error(
         np.testing.assert_array_equal(model.logits(ids), want)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "blk.1.mystery.weight" in caplog.text
-    names = {"dense": ["blk.2.ssm_alpha.weight"], "moe": ["blk.0.ffn_gate_inp.weight", "blk.3.ffn_gate_inp_shexp.weight"]}
+    names = {
+        "dense": ["blk.2.ssm_alpha.weight"],
+        "moe": ["blk.0.ffn_gate_inp.weight", "blk.3.ffn_gate_inp_shexp.weight"],
+    }
     for name in ["blk.3.attn_k_norm.weight", *names[kind]]:
         with pytest.raises(errors.ModelFileError, match=f"tensor '{name}' is missing"):
             load(write_tiny(tmp_path / "less.gguf", kind, drop=[name]))
@@ -194,14 +198,11 @@ def test_b31_types_mix_per_tensor(mixed: Path, mixed_logits: Mapping[str, Array]
 
 
 def test_b31_k_quant_with_96_columns_is_refused(tmp_path: Path) -> None:
-    spec = TinySpec()
-    rows = np.zeros((spec.n_embd, 144), np.uint8)
-    name = "blk.1.ffn_down.weight"  # n_ff is 96
-    path = write_gguf(tmp_path / "t.gguf", tiny_metadata(spec, None, None), tiny_tensors(spec) | {name: rows})
-    raw = path.read_bytes()
-    at = raw.index(name.encode()) + len(name) + 4
-    entry = raw[:at] + (96).to_bytes(8, "little") + raw[at + 8 : at + 16] + (12).to_bytes(4, "little") + raw[at + 20 :]
-    path.write_bytes(entry)
+    path, name = write_tiny(tmp_path / "t.gguf"), "blk.1.ffn_down.weight"  # n_ff is 96
+    raw = bytearray(path.read_bytes())
+    at = raw.index(name.encode()) + len(name) + 4 + 2 * 8  # behind the number of dimensions and both of them
+    raw[at : at + 4] = BY_NAME["Q4_K"].id.to_bytes(4, "little")
+    path.write_bytes(raw)
     with pytest.raises(errors.ModelFileError, match=rf"'{name}' is Q4_K with rows of 96 elements.* multiple of 256"):
         load(path)
 
