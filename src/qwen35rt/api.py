@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,9 +20,9 @@ from .config import ENGINE
 from .device import Choice, choose_device
 from .engine.result import Completion
 from .engine.session import Session, Turn
-from .errors import ConfigError, ContextLengthExceeded, EngineStopped, TemplateError
+from .errors import ConfigError, ContextLengthExceeded, EngineStopped, ModelFileError, TemplateError
 from .model.example import example_model
-from .model.gguf_file import open_gguf
+from .model.gguf_file import GgufFile, open_gguf
 from .model.source import Source, open_source
 from .plan import Plan, check_ids, make_plan, sampling_params
 from .tokenizer import ChatTemplate, Tokenizer, build_tokenizer, read_chat_template
@@ -62,9 +62,9 @@ def load(
     if path is None:
         log.info("no model was named: a tiny example model is used, which only shows that things work")
     source = open_source(path, progress)
-    tokenizer = build_tokenizer(source.file.metadata)
+    tokenizer = _tokenizer(source.file)
     if tokenizer.n_vocab != source.program.n_vocab:
-        raise ConfigError(
+        raise ModelFileError(
             f"{source.path}: the tokenizer has {tokenizer.n_vocab} tokens and the model {source.program.n_vocab}"
         )
     return Model(source, tokenizer, choice, _context(n_ctx, source), rows)
@@ -73,7 +73,24 @@ def load(
 def open_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
     """The tokeniser of a model file (None: the example model) without its weights."""
     with open_gguf(example_model() if path is None else path) as file:
+        return _tokenizer(file)
+
+
+def _tokenizer(file: GgufFile) -> Tokenizer:
+    """The file's tokeniser; errors name the file."""
+    with _naming(file):
         return build_tokenizer(file.metadata)
+
+
+@contextmanager
+def _naming(file: GgufFile) -> Iterator[None]:
+    """Faults of keys that are read without their file name it too."""
+    try:
+        yield
+    except ModelFileError as e:
+        if str(file.path) in str(e):
+            raise
+        raise type(e)(f"{file.path}: {e}") from None
 
 
 def _context(asked: int | None, source: Source) -> int:
@@ -99,7 +116,8 @@ class Model:
         self.description = source.description
         self._source = source
         self._tokenizer = tokenizer
-        self._template: ChatTemplate | None = read_chat_template(self.metadata, tokenizer.vocab)
+        with _naming(source.file):
+            self._template: ChatTemplate | None = read_chat_template(self.metadata, tokenizer.vocab)
         # Two slots: the second keeps a state for prompts that share the beginning.
         limits = Limits(
             rows=min(n_batch, n_ctx),

@@ -136,11 +136,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 CHILD = """
-import json, pathlib, resource, sys, time
+import json, pathlib, sys, time
 from qwen35rt.errors import ModelFileError
 from qwen35rt.model.gguf_file import open_gguf
 folder, results = pathlib.Path(sys.argv[1]), {}
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# ru_maxrss starts with that of the parent and would hide what this process takes.
+peak = lambda: int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 for path in sorted(folder.glob("*.gguf")):
     before, start = peak(), time.perf_counter()
     try:

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from qwen35rt.config import TEMPLATE
-from qwen35rt.errors import RequestError, TemplateError
+from qwen35rt.errors import ModelFileError, RequestError, TemplateError
 from qwen35rt.tokenizer.base import Tokenizer
 from qwen35rt.tokenizer.guard import Guard, encode_guarded, pick_breaker
 from qwen35rt.tokenizer.vocab import Vocab
@@ -103,12 +103,14 @@ class ChatTemplate:
 
 
 def read_chat_template(metadata: Mapping[str, Any], vocab: Vocab) -> ChatTemplate | None:
-    """The file's ``tokenizer.chat_template``, or None where it has none."""
+    """The file's ``tokenizer.chat_template``, or None where it has none. ModelFileError if it is no text."""
     source = metadata.get("tokenizer.chat_template")
     if not source:
         return None
+    if not isinstance(source, str):
+        raise ModelFileError("tokenizer.chat_template is not a text")
     names = {"bos_token": vocab.bos, "eos_token": vocab.eos, "pad_token": vocab.padding, "unk_token": vocab.unknown}
-    return ChatTemplate(str(source), {name: vocab.tokens[i] for name, i in names.items() if i is not None})
+    return ChatTemplate(source, {name: vocab.tokens[i] for name, i in names.items() if i is not None})
 
 
 class _Raised(Exception):

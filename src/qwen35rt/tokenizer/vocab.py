@@ -114,7 +114,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
         raise ModelFileError(f"{PREFIX}model is missing: the file has no tokenizer")
     if model not in MODELS:
         raise UnsupportedModel(f"{PREFIX}model is {model!r}; supported: {', '.join(MODELS)}")
-    tokens = _list(metadata, "tokens")
+    tokens = _list(metadata, "tokens", str, "texts")
     if not tokens:
         raise ModelFileError(f"{PREFIX}tokens is missing or empty")
     types = _types(metadata, len(tokens))
@@ -150,17 +150,20 @@ def read_vocab(metadata: Mapping[str, Any]) -> Vocab:
     return vocab
 
 
-def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _list(metadata: Mapping[str, Any], name: str, kind: type, what: str) -> list[Any]:
     value = metadata.get(PREFIX + name)
     if value is None:
         return []
     if isinstance(value, str | bytes | int | float):
         raise ModelFileError(f"{PREFIX}{name} is not a list")
-    return list(value)
+    values = list(value)
+    if values and type(values[0]) is not kind:  # the container has one type per array
+        raise ModelFileError(f"{PREFIX}{name} is not a list of {what}")
+    return values
 
 
 def _types(metadata: Mapping[str, Any], n: int) -> list[int]:
-    types: list[int] = _list(metadata, "token_type") or [NORMAL] * n
+    types: list[int] = _list(metadata, "token_type", int, "integers") or [NORMAL] * n
     if len(types) != n:
         raise ModelFileError(f"{PREFIX}token_type has {len(types)} entries for {n} tokens")
     if not set(types) <= set(range(BYTE + 1)):
@@ -169,14 +172,14 @@ def _types(metadata: Mapping[str, Any], n: int) -> list[int]:
 
 
 def _scores(metadata: Mapping[str, Any], n: int) -> list[float]:
-    scores = [float(s) for s in _list(metadata, "scores")]
+    scores = [float(s) for s in _list(metadata, "scores", float, "numbers")]
     if len(scores) != n:
         raise ModelFileError(f"{PREFIX}scores has {len(scores)} entries for {n} tokens")
     return scores
 
 
 def _merges(metadata: Mapping[str, Any]) -> list[str]:
-    merges = _list(metadata, "merges")
+    merges = _list(metadata, "merges", str, "texts")
     if not merges:
         raise ModelFileError(f"{PREFIX}merges is missing or empty")
     # The GPT-2 alphabet has no blank, so exactly one separates the two parts. Counting once is ten times quicker
@@ -193,9 +196,12 @@ def _id(metadata: Mapping[str, Any], name: str, model: str, n: int) -> int | Non
     if value is None:
         default = _LLAMA_IDS.get(name) if model == "llama" else None
         return default if default is not None and default < n else None
-    if isinstance(value, bool) or not 0 <= int(value) < n:
+    if type(value) is not int:
+        shown = repr(value)
+        raise ModelFileError(f"{key} is {shown if len(shown) <= 60 else shown[:57] + '...'}; a token id is needed")
+    if not 0 <= value < n:
         raise ModelFileError(f"{key} is {value}, outside 0..{n - 1}")
-    return int(value)
+    return value
 
 
 def _correct_types(
