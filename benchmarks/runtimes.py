@@ -31,6 +31,8 @@ class Runtime:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         source = str(Path(__file__).resolve().parents[1] / "src")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
+        # Compiled modules are kept, as those of an installed package are.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         arguments = [name, str(path), str(threads), str(n_ctx), "cold" if cold else "warm"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
@@ -145,8 +147,10 @@ def main() -> None:
     # What the libraries print must not get between the results.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    open_runtime = open_own if name == NAMES[0] else lambda *a: open_peer(*a, warmup=not cold)
-    run = open_runtime(path, int(threads), int(n_ctx))
+    if name == NAMES[0]:
+        run = open_own(path, int(threads), int(n_ctx))
+    else:
+        run = open_peer(path, int(threads), int(n_ctx), warmup=not cold)
     if not cold:
         print(json.dumps(PREPARED), file=out, flush=True)
     for line in sys.stdin:
