@@ -88,7 +88,7 @@ class TensorInfo:
     part: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArrayRef:
     """Where an array of the metadata lies; decoded when it is asked for."""
 
@@ -96,6 +96,7 @@ class ArrayRef:
     count: int
     start: int
     end: int
+    starts: npt.NDArray[np.int64] | None = None  # of strings: offsets in the array, and its end
 
 
 class Part:
@@ -208,7 +209,10 @@ class Part:
         start, end = self.pos, self.size
         if count * 8 > end - start:
             self.truncated(f"{what} with {count} strings", start + count * 8)
-        # The loop over a real vocabulary runs half a million times at each open: only lengths are looked at.
+        starts = self._short_strings(start, count)
+        if starts is not None:
+            self.pos = int(starts[-1])
+            return ArrayRef(kind, count, start, self.pos, starts - start)
         pos, data, unpack = start, self.map, _U64.unpack_from
         try:
             for _ in range(count):
@@ -220,8 +224,35 @@ class Part:
         self.pos = pos
         return ArrayRef(kind, count, start, pos)
 
+    def _short_strings(self, start: int, count: int) -> npt.NDArray[np.int64] | None:
+        """Where each string and the end of the array lie if all are shorter than 64 KiB, else None.
+
+        A real vocabulary has half a million strings to step over at each open: two bytes of a length are looked at in
+        the loop, the six others in one go afterwards.
+        """
+        pos, data = start, self.map
+        found = [pos]
+        step = found.append
+        try:
+            for _ in range(count):
+                high = data[pos + 1]
+                pos += 8 + (data[pos] + (high << 8) if high else data[pos])
+                step(pos)
+        except IndexError:
+            return None
+        if not count or pos > self.size:
+            return None
+        starts = np.array(found, np.int64)
+        if any(self.bytes[starts[:-1] + i].any() for i in range(2, 8)):
+            return None
+        return starts
+
     def decode(self, key: str, ref: ArrayRef) -> list[Any]:
         """The values of an array as Python objects."""
+        if ref.type == _STRING and ref.starts is not None:
+            short = self._split(ref, ref.starts[:-1])
+            if short is not None:
+                return short
         raw = self.map[ref.start : ref.end]
         if ref.type == _STRING:
             strings: list[str] = []
@@ -241,6 +272,20 @@ class Part:
                 self.fail(f"key '{key}' is an array of bool and holds {int(values.max())}")
             values = values.astype(np.bool_)
         return list(values.tolist())
+
+    def _split(self, ref: ArrayRef, starts: npt.NDArray[np.int64]) -> list[Any] | None:
+        """The strings, by one decoding of all with their lengths cut down to a zero; None if one holds a zero or is
+        no UTF-8."""
+        raw = self.bytes[ref.start : ref.end].copy()
+        keep = np.ones(len(raw), np.bool_)
+        raw[starts] = 0
+        for i in range(1, 8):
+            keep[starts + i] = False
+        try:
+            strings = raw[keep].tobytes().decode("utf-8").split("\0")
+        except UnicodeDecodeError:
+            return None
+        return strings[1:] if len(strings) == ref.count + 1 else None
 
     def _alignment(self) -> int:
         value = self.values.get("general.alignment", 32)
