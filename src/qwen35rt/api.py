@@ -41,6 +41,7 @@ def load(
     isa: str | None = None,
     n_ctx: int | None = None,
     n_batch: int | None = None,
+    kv_dtype: str = "f16",
     progress: ProgressFn | None = None,
 ) -> Model:
     """Open a model.
@@ -49,7 +50,8 @@ def load(
     built in the cache folder. ``device``: "auto" (CUDA if it works, else CPU), "cpu", "cuda" or "reference" (NumPy).
     ``threads``, ``isa``: CPU threads and instruction level, by default what the machine allows and its best.
     ``n_ctx``: context in tokens, at most the model's own; 0: the model's own; default 4,096. ``n_batch``: tokens of one
-    prefill step, default 512. ``progress``: called with a stage, done and total while the file is read into memory;
+    prefill step, default 512. ``kv_dtype``: "f16", or "f32" for keys and values without rounding at twice the memory.
+    ``progress``: called with a stage, done and total while the file is read into memory;
     without it the file is read as it is used.
     Raises ModelFileError or UnsupportedModel for the file, BackendUnavailable for the device, ConfigError for the rest.
     """
@@ -67,7 +69,7 @@ def load(
         raise ModelFileError(
             f"{source.path}: the tokenizer has {tokenizer.n_vocab} tokens and the model {source.program.n_vocab}"
         )
-    return Model(source, tokenizer, choice, _context(n_ctx, source), rows)
+    return Model(source, tokenizer, choice, _context(n_ctx, source), rows, kv_dtype)
 
 
 def open_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
@@ -108,7 +110,9 @@ class Model:
     ``path``, ``metadata``, ``n_ctx``, ``n_vocab`` describe it. Use it as a context manager or call ``close``.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, choice: Choice, n_ctx: int, n_batch: int) -> None:
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, choice: Choice, n_ctx: int, n_batch: int, kv_dtype: str = "f16"
+    ) -> None:
         self.path: Path = source.path
         self.metadata: Mapping[str, Any] = source.file.metadata
         self.n_ctx, self.n_vocab = n_ctx, tokenizer.n_vocab
@@ -125,6 +129,7 @@ class Model:
             slots=2,
             pages=-(-n_ctx // ENGINE.page_tokens),
             page_tokens=ENGINE.page_tokens,
+            kv_dtype=kv_dtype,
         )
         self._executable = choice.backend.compile(source.program, limits)
         self._session = Session(self._executable, tokenizer)
