@@ -20,7 +20,7 @@
 // code needs.
 #define SPINS_BEFORE_SLEEP 4000
 // A barrier whose partner was descheduled gives its core away after so many spins.
-#define SPINS_BEFORE_YIELD 20000
+#define SPINS_BEFORE_YIELD 2000
 
 struct qrt_pool {
     int threads; // the caller included

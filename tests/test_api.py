@@ -98,7 +98,7 @@ def test_logits_are_of_a_fresh_state(tiny: Model) -> None:
 
 def test_logits_of_more_rows_than_one_step_gives(tiny_dense: Path) -> None:
     ids = [int(i) for i in np.random.default_rng(3).integers(0, 256, 150)]
-    with load(tiny_dense) as model, load(tiny_dense, n_batch=1) as single:
+    with load(tiny_dense, kv_dtype="f32") as model, load(tiny_dense, n_batch=1, kv_dtype="f32") as single:
         np.testing.assert_allclose(model.logits(ids), single.logits(ids), atol=1e-4)
 
 

@@ -86,7 +86,7 @@ def test_mutations_are_the_same_each_time_and_all_different(tmp_path: Path) -> N
 
 
 def test_a_child_that_dies_is_a_failure_that_names_the_mutation(tmp_path: Path) -> None:
-    """The test of the tests: a file that does not run fails at the start, a process that is shot at its mutation."""
+    """The test of the tests: here a file that does not run, so that the child ends before the first mutation."""
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(pytest.fail.Exception, match=r"bad, the start: exit code 1"):
         run(tmp_path / "bad.gguf", 36, 0, 1)

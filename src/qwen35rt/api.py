@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .backends.base import Float, Limits
+from .backends.base import Float, KvType, Limits
 from .config import ENGINE
 from .device import Choice, choose_device
 from .engine.result import Completion
@@ -41,7 +41,7 @@ def load(
     isa: str | None = None,
     n_ctx: int | None = None,
     n_batch: int | None = None,
-    kv_dtype: str = "f16",
+    kv_dtype: KvType = "f16",
     progress: ProgressFn | None = None,
 ) -> Model:
     """Open a model.
@@ -111,7 +111,7 @@ class Model:
     """
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, choice: Choice, n_ctx: int, n_batch: int, kv_dtype: str = "f16"
+        self, source: Source, tokenizer: Tokenizer, choice: Choice, n_ctx: int, n_batch: int, kv_dtype: KvType = "f16"
     ) -> None:
         self.path: Path = source.path
         self.metadata: Mapping[str, Any] = source.file.metadata

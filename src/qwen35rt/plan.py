@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from .config import ENGINE, SAMPLING_LIMITS
 from .engine.sampler import SamplingParams, fresh_seed
 from .errors import ContextLengthExceeded, RequestError
+
+log = logging.getLogger(__name__)
 
 # Names that callers may also use -> names of SamplingParams.
 _ALIASES = {"repeat_penalty": "repetition_penalty"}
@@ -51,7 +54,12 @@ def sampling_params(given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: 
     for key, name in _FILE_SAMPLING.items():
         found = file.get(f"general.sampling.{key}")
         if isinstance(found, int | float) and not isinstance(found, bool):
-            values[name] = found
+            try:
+                SamplingParams(**{name: found}).validate(n_vocab)
+            except RequestError as e:
+                log.warning("the file's general.sampling.%s is ignored: %s", key, e)
+            else:
+                values[name] = found
     for name, value in given.items():
         if name not in SAMPLING_FIELDS:
             raise RequestError(f"there is no option '{name}'; known: {', '.join(sorted(SAMPLING_FIELDS))}", name)
