@@ -84,7 +84,8 @@ typedef struct {
     const int32_t *tokens, *positions, *row_offsets, *starts, *slots, *pages, *out_rows;
 } qrt_batch;
 
-// State pools. KV: [layer][page][kv_head][page_tokens][head_dim], kv_bytes each: 2 (float16) or 4 (float32).
+// State pools. KV: [layer][page][kv_head][page_tokens][head_dim], kv_bytes each: 2 (float16) or 4
+// (float32).
 typedef struct {
     void *k, *v;
     float *delta; // [slot][layer][v_heads][d value][d key]

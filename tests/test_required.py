@@ -15,7 +15,7 @@ import pytest
 
 import qwen35rt
 from qwen35rt import errors
-from qwen35rt.backends.base import Backend
+from qwen35rt.backends.base import Backend, KvType
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.formats import BY_NAME
 from qwen35rt.model.program import Program
@@ -68,7 +68,8 @@ def test_b25_logits_of_20_tokens(tmp_path: Path, kind: str, isa: str) -> None:
     path = write_tiny(tmp_path / "t.gguf", kind, formats={"token_embd*": "Q8_0"})
     ids, program = random_ids(20), open_source(path).program
     want = logits_of(ReferenceBackend(np.float64), program, ids)
-    for kv_dtype, bound in (("f32", 1e-3), ("f16", 5e-3)):
+    bounds: dict[KvType, float] = {"f32": 1e-3, "f16": 5e-3}
+    for kv_dtype, bound in bounds.items():
         with load(path, isa=isa, kv_dtype=kv_dtype) as model:
             assert np.abs(model.logits(ids) - want).max() < bound, kv_dtype
 

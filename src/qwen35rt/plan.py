@@ -54,8 +54,9 @@ def sampling_params(given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: 
     for key, name in _FILE_SAMPLING.items():
         found = file.get(f"general.sampling.{key}")
         if isinstance(found, int | float) and not isinstance(found, bool):
+            alone: dict[str, Any] = {name: found}
             try:
-                SamplingParams(**{name: found}).validate(n_vocab)
+                SamplingParams(**alone).validate(n_vocab)
             except RequestError as e:
                 log.warning("the file's general.sampling.%s is ignored: %s", key, e)
             else:

@@ -26,27 +26,13 @@ static void limit_scales(int id, uint8_t *block) {
     case QRT_Q4_1:
     case QRT_Q5_1:
     case QRT_Q4_K:
-    case QRT_Q5_K:
-        put_half(block), put_half(block + 2);
-        break;
-    case QRT_Q2_K:
-        put_half(block + 80), put_half(block + 82);
-        break;
-    case QRT_Q3_K:
-        put_half(block + 108);
-        break;
-    case QRT_Q6_K:
-        put_half(block + 208);
-        break;
-    case QRT_TQ1_0:
-        put_half(block + 52);
-        break;
-    case QRT_TQ2_0:
-        put_half(block + 64);
-        break;
-    case QRT_MXFP4:
-        block[0] = (uint8_t)(118 + (block[0] & 7));
-        break;
+    case QRT_Q5_K: put_half(block), put_half(block + 2); break;
+    case QRT_Q2_K: put_half(block + 80), put_half(block + 82); break;
+    case QRT_Q3_K: put_half(block + 108); break;
+    case QRT_Q6_K: put_half(block + 208); break;
+    case QRT_TQ1_0: put_half(block + 52); break;
+    case QRT_TQ2_0: put_half(block + 64); break;
+    case QRT_MXFP4: block[0] = (uint8_t)(118 + (block[0] & 7)); break;
     case QRT_NVFP4:
         for (int i = 0; i < 4; i++) block[i] &= 0x3f;
         break;
@@ -56,8 +42,7 @@ static void limit_scales(int id, uint8_t *block) {
             block[49 + 2 * i] = (uint8_t)((block[49 + 2 * i] & 15) | (h >> 4 * i & 15) << 4);
         break;
     }
-    default:
-        put_half(block);
+    default: put_half(block);
     }
 }
 

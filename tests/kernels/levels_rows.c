@@ -14,18 +14,12 @@ static const shape shapes[] = {{1, 1, 4096}, {3, 1, 100}, {5, 4, 16},  {2, 3, 64
 // squares.
 static double expected(int kind, double a, double b, double root, double weight) {
     switch (kind) {
-    case QRT_RMS_NORM:
-        return a / root * weight;
-    case QRT_GATED_RMS_NORM:
-        return a / root * weight * b * sigmoid(b);
-    case QRT_L2_NORM:
-        return a / root * 0.25;
-    case QRT_SILU_MUL:
-        return a * sigmoid(a) * b;
-    case QRT_SIGMOID_MUL:
-        return a * sigmoid(b);
-    default:
-        return a + b;
+    case QRT_RMS_NORM: return a / root * weight;
+    case QRT_GATED_RMS_NORM: return a / root * weight * b * sigmoid(b);
+    case QRT_L2_NORM: return a / root * 0.25;
+    case QRT_SILU_MUL: return a * sigmoid(a) * b;
+    case QRT_SIGMOID_MUL: return a * sigmoid(b);
+    default: return a + b;
     }
 }
 
