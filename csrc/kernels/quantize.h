@@ -30,7 +30,7 @@ INLINE void quantize_block32(const float *x, const qrt_quant *to, int64_t row, i
         }
         sum[half] = qf_hsum(s);
     }
-    to->d[at] = d;
+    to->d[at] = d + 0.0f * (sum[0] + sum[1]); // a NaN among x, which the maximum may have missed
     to->s32[at] = d * (sum[0] + sum[1]);
     to->s16[2 * at] = d * sum[0];
     to->s16[2 * at + 1] = d * sum[1];
