@@ -33,27 +33,29 @@ def peak():
 def run(path):
     progress = (lambda stage, done, total: None) if read_first else None
     with qwen35rt.load(path, device="cpu", threads=2, progress=progress) as model:
-        done = model.generate("hello", max_tokens=5, temperature=0, ignore_eos=True)
+        done = model.generate("hello" * repeat, max_tokens=5, temperature=0, ignore_eos=True)
         exe = model._executable
         state = sum(a.nbytes for a in (exe._k, exe._v, exe._delta, exe._conv))
         assert done.usage.completion_tokens == 5
-        return state
+        return state, sum(exe.memory.values())
 
+repeat = 1
 run(tiny)
 before = peak()
-state = run(path)
-print(json.dumps([peak() - before, state]))
+repeat = int(sys.argv[4])
+state, stated = run(path)
+print(json.dumps([peak() - before, state, stated]))
 """
 
 
-def growth(tiny: Path, path: Path, read_first: bool) -> tuple[int, int]:
-    """Growth of the peak over load and five tokens, and bytes of the state, in a new process."""
+def growth(tiny: Path, path: Path, read_first: bool, repeat: int = 1) -> tuple[int, int, int]:
+    """Growth of the peak over load and five tokens, bytes of the state, and all bytes as stated, in a new process."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
-    line = [sys.executable, "-c", CHILD, str(tiny), str(path), str(int(read_first))]
+    line = [sys.executable, "-c", CHILD, str(tiny), str(path), str(int(read_first)), str(repeat)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200, env=env, check=False)
     assert done.returncode == 0, done.stderr
-    grown, state = json.loads(done.stdout)
-    return grown, state
+    grown, state, stated = json.loads(done.stdout)
+    return grown, state, stated
 
 
 def repeated(block: bytes, *shape: int) -> Any:
@@ -97,8 +99,13 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("read_first", [False, True], ids=["as used", "read at load"])
 def test_b89_weights_are_in_memory_once(big: Path, tiny_dense: Path, read_first: bool) -> None:
     size = big.stat().st_size
-    grown, state = growth(tiny_dense, big, read_first)
+    grown, state, _ = growth(tiny_dense, big, read_first)
     assert 0.9 * size < grown < 1.35 * size + state
+
+
+def test_b89_stated_memory_is_what_a_full_step_takes(big: Path, tiny_dense: Path) -> None:
+    grown, _, stated = growth(tiny_dense, big, True, repeat=150)
+    assert abs(stated / grown - 1) < 0.15, (stated, grown)
 
 
 @pytest.mark.parametrize("form", ["F32", "Q6_K"])

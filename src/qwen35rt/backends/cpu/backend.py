@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from ...model.program import Program
 from ..base import Batch, Float, Int, Limits, StepReport
 from .lower import Lowered, lower
 from .structs import STATE
+
+log = logging.getLogger(__name__)
 
 
 class CpuBackend:
@@ -74,6 +77,19 @@ class CpuExecutable:
             state[name] = getattr(s, name)
         state["conv_kernel"] = s.conv_kernel
         self._state = state.reshape(1).view(np.uint8).reshape(-1)
+
+        log.info("memory: %s", ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in self.memory.items()))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that a full context takes. Weights are pages of the file; pools and workspace grow as they are used."""
+        weights = {id(w): w.nbytes for op in self.program.ops for w in op.weights}
+        return {
+            "weights (mapped)": sum(weights.values()),
+            "recurrent state": self._delta.nbytes + self._conv.nbytes,
+            "keys and values": self._k.nbytes + self._v.nbytes,
+            "workspace": self._get_lowered(self._fuse).nbytes,
+        }
 
     @property
     def threads(self) -> int:

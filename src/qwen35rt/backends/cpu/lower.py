@@ -59,6 +59,7 @@ class Lowered:
     op_kinds: list[str]
     values: dict[str, npt.NDArray[np.float32]]  # those whose memory is not reused
     logits: npt.NDArray[np.float32]
+    nbytes: int  # of the workspace
     keep_alive: list[object]
 
 
@@ -268,7 +269,9 @@ def lower(program: Program, limits: Limits, fuse: bool = True) -> Lowered:
         return memory[start : start + 4 * n].view(np.float32).reshape(rows_of(value), value.width)
 
     values = {} if fuse else {v.name: array(v) for v in program.values if v.id in place}
-    return Lowered(ops.view(np.uint8).reshape(-1), [n.op.kind for n in nodes], values, array(program.logits), keep)
+    return Lowered(
+        ops.view(np.uint8).reshape(-1), [n.op.kind for n in nodes], values, array(program.logits), memory.nbytes, keep
+    )
 
 
 def _out_view(op: Op, out: Value) -> View:
