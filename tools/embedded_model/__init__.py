@@ -1,0 +1,1 @@
+"""How the embedded model is made: facts and skills as text, training, evaluation."""
