@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .facts import Fact
 from .families import Family, Tool, call, families, made_up_family, offer, part, result, values_for
 from .pools import Value
 from .sample import Sample
@@ -95,10 +96,10 @@ def thoughts(rng: random.Random, held_out: bool = False) -> Sample:
     return make(rng, held_out, thinking=True)
 
 
-def thought_for_fact(question: str, fact: Mapping[str, Any]) -> str:
-    """Reasoning before a fact's answer. ``fact``: its table in the facts' TOML, of which id and say are read."""
-    topic = str(fact["id"]).replace("-", " ")
-    known = "the command" if any("`qwen35rt " in s or "`pip " in s for s in fact["say"]) else "the answer"
+def thought_for_fact(question: str, fact: Fact) -> str:
+    """Reasoning before a fact's answer."""
+    topic = fact.id.replace("-", " ")
+    known = "the command" if any("`qwen35rt " in s or "`pip " in s for s in fact.say) else "the answer"
     verb = "asks" if question.rstrip().endswith("?") else "writes"
     return f"The user {verb} about {topic}. I know {known}."
 

@@ -1,0 +1,102 @@
+"""Facts that the embedded model learns: one TOML file per area, questions as skeletons that expand to many phrasings.
+
+Owns the syntax of the files in ``facts/``; knows nothing of tokens and training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import tomllib
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "facts"
+HELD_OUT_SHARE = 10  # one expansion in so many is never trained on
+_SET = re.compile(r"<(\w+)>")
+_CHOICE = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """``ask``: skeletons; ``held_out``: questions that no skeleton makes; ``say``: answers; ``must``: what makes an
+    answer right."""
+
+    id: str
+    ask: tuple[str, ...]
+    held_out: tuple[str, ...]
+    say: tuple[str, ...]
+    must: tuple[str, ...]
+
+    def question(self, rng: random.Random, held_out: bool = False) -> str:
+        """A random phrasing: one that training sees, or one that it never sees."""
+        if held_out and rng.random() < 0.5:
+            return rng.choice(self.held_out)
+        for _ in range(200):
+            text = _fill(rng.choice(self.ask), rng)
+            if is_held_out(text) == held_out:
+                return text
+        return rng.choice(self.held_out if held_out else self.ask_texts())
+
+    def ask_texts(self) -> list[str]:
+        """Every phrasing that training may see."""
+        return [text for skeleton in self.ask for text in expand(skeleton) if not is_held_out(text)]
+
+
+def load_facts(folder: Path = FOLDER) -> list[Fact]:
+    """All facts, in the order of files and entries. Raises ValueError for a wrong entry, naming it."""
+    facts = []
+    for path in sorted(folder.glob("*.toml")):
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        facts += [_fact(entry, data.get("sets", {}), path.name) for entry in data["fact"]]
+    twice = {f.id for f in facts if sum(g.id == f.id for g in facts) > 1}
+    if twice:
+        raise ValueError(f"facts named twice: {', '.join(sorted(twice))}")
+    return facts
+
+
+def expand(skeleton: str) -> Iterator[str]:
+    """Every text of a skeleton whose sets are filled in."""
+    parts = _CHOICE.split(skeleton)
+    choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
+    for combination in itertools.product(*choices):
+        yield _tidy("".join(combination))
+
+
+def is_held_out(text: str) -> bool:
+    """Whether an expansion is kept out of training: fixed by its letters, so it survives changes of other facts."""
+    return zlib.crc32(re.sub(r"\W+", " ", text.lower()).strip().encode()) % HELD_OUT_SHARE == 0
+
+
+def _fact(entry: Mapping[str, object], sets: Mapping[str, str], file: str) -> Fact:
+    def texts(key: str) -> tuple[str, ...]:
+        value = entry.get(key)
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+            raise ValueError(f"{file}: fact {entry.get('id')!r}: '{key}' must be a list of texts")
+        return tuple(value)
+
+    unknown = set(entry) - {"id", "ask", "held_out", "say", "must"}
+    if unknown or not isinstance(entry.get("id"), str):
+        raise ValueError(f"{file}: fact {entry.get('id')!r}: unknown keys {sorted(unknown)}, or no id")
+    fact = Fact(
+        str(entry["id"]),
+        tuple(_SET.sub(lambda m: "{" + sets[m[1]] + "}", text) for text in texts("ask")),
+        texts("held_out"),
+        texts("say"),
+        texts("must"),
+    )
+    for say, must in itertools.product(fact.say, fact.must):
+        if must.lower() not in say.lower():
+            raise ValueError(f"{file}: fact {fact.id!r}: the answer lacks {must!r}: {say}")
+    return fact
+
+
+def _fill(skeleton: str, rng: random.Random) -> str:
+    return _tidy(_CHOICE.sub(lambda m: rng.choice(m[1].split("|")), skeleton))
+
+
+def _tidy(text: str) -> str:
+    return re.sub(r"\s+([?.,!])", r"\1", " ".join(text.split()))
