@@ -120,7 +120,7 @@ def made_up_family(rng: random.Random, near: Family | None = None) -> Family:
 def offer(family: Family, rng: random.Random) -> Tool:
     """A tool of the family with random names, with or without its optional parameters."""
     name = rng.choice(family.names)
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and family.id != "made_up":  # whose questions may name the tool
         head, *rest = name.split("_")
         name = head + "".join(w.capitalize() for w in rest)
     chosen = [p for p in family.parameters if not p.optional or rng.random() < 0.5]
@@ -128,7 +128,7 @@ def offer(family: Family, rng: random.Random) -> Tool:
         rng.shuffle(chosen)
     parameters: dict[str, tuple[str, str]] = {}
     properties: dict[str, Any] = {}
-    described = rng.random() < 0.3
+    described = rng.random() < 0.2
     for p in chosen:
         form = rng.choice(p.forms)
         key = rng.choice([n for n in form.names if n not in properties])
@@ -151,7 +151,7 @@ def values_for(tool: Tool, skeleton: str, rng: random.Random, held_out: bool) ->
     values: dict[str, Value] = {}
     for slot, (_, pool) in tool.parameters.items():
         if "{" + slot + "}" in skeleton:
-            values[slot] = draw(pool, rng, held_out and rng.random() < 0.5, [v.text for v in values.values()])
+            values[slot] = draw(pool, rng, held_out and rng.random() < 0.5, list(values.values()))
     return values
 
 

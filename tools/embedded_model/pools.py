@@ -67,11 +67,12 @@ def is_held_out(argument: Any) -> bool:
     return zlib.crc32(str(argument).lower().encode()) % 10 == 0
 
 
-def draw(pool: str, rng: random.Random, held_out: bool = False, taken: Sequence[str] = ()) -> Value:
-    """A value of a pool, not one of the texts ``taken``. Open pools: from the held-out part or from the rest."""
+def draw(pool: str, rng: random.Random, held_out: bool = False, taken: Sequence[Value] = ()) -> Value:
+    """A value of a pool, unlike those ``taken`` before. Open pools: from the held-out part or from the rest."""
     while True:
         value = _draw(pool, rng, taken)
-        if value.text not in taken and (pool not in OPEN or is_held_out(value.argument) == held_out):
+        is_new = all(value.text != v.text and value.argument != v.argument for v in taken)
+        if is_new and (pool not in OPEN or is_held_out(value.argument) == held_out):
             return value
 
 
@@ -83,7 +84,7 @@ def made_up_word(rng: random.Random) -> str:
     return "".join(rng.choice(onsets) + rng.choice("aeiou") + rng.choice(codas) for _ in range(syllables))
 
 
-def _draw(pool: str, rng: random.Random, taken: Sequence[str]) -> Value:
+def _draw(pool: str, rng: random.Random, taken: Sequence[Value]) -> Value:
     if pool in ("minutes", "count", "sides", "number", "degrees"):
         top = {"minutes": 180, "count": 20, "sides": rng.choice((6, 20, 100, 1000)), "number": 99999, "degrees": 39}
         number = rng.randint({"degrees": -9, "sides": 2}.get(pool, 1), top[pool])
@@ -102,13 +103,13 @@ def _draw(pool: str, rng: random.Random, taken: Sequence[str]) -> Value:
     return Value(text, text)
 
 
-def _text(pool: str, rng: random.Random, taken: Sequence[str]) -> str:
+def _text(pool: str, rng: random.Random, taken: Sequence[Value]) -> str:
     made_up = rng.random() < 0.35
     if pool in ("state", "scale"):
         return str(rng.choice(SCHEMAS[pool]["enum"]))
     if pool == "unit":
         # Units of one question convert into each other.
-        group = next((g for g in UNITS for t in taken if t in g), None) or rng.choice(UNITS)
+        group = next((g for g in UNITS for v in taken if v.text in g), None) or rng.choice(UNITS)
         return str(rng.choice(group))
     if pool == "time":
         return f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"

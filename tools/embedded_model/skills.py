@@ -240,7 +240,8 @@ def _joined(requests: Sequence[_Request], rng: random.Random) -> str:
 def _offered(rng: random.Random, requests: Sequence[_Request], most: int) -> list[Tool]:
     """The tools asked for among up to ``most`` others."""
     own = {id(r.tool): r.tool for r in requests}
-    others = _others(rng, rng.randint(0, most), tuple(t.family.id for t in own.values()), requests[0].tool)
+    count = rng.choices(range(most + 1), (30, 35, 22, 13)[: most + 1])[0]
+    others = _others(rng, count, tuple(t.family.id for t in own.values()), requests[0].tool)
     tools = [*own.values(), *others[: 4 - len(own)]]
     rng.shuffle(tools)
     return tools
@@ -264,7 +265,9 @@ def _others(rng: random.Random, count: int, barred: Sequence[str], near: Tool | 
         if family.names[0] not in taken:
             kept.append(offer(family, rng))
             taken.add(family.names[0])
-    return kept or [offer(rng.choice(pool), rng)]
+    if count and not kept:
+        kept.append(offer(rng.choice(pool), rng))
+    return kept
 
 
 def _exchange(request: _Request, rng: random.Random, held_out: bool) -> list[dict[str, Any]]:
