@@ -11,7 +11,7 @@ import re
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "facts"
@@ -23,13 +23,14 @@ _CHOICE = re.compile(r"\{([^{}]*)\}")
 @dataclass(frozen=True)
 class Fact:
     """``ask``: skeletons; ``held_out``: questions that no skeleton makes; ``say``: answers; ``must``: what makes an
-    answer right."""
+    answer right; ``others``: phrasings of its skeletons that belong to an earlier fact, by ``plain``."""
 
     id: str
     ask: tuple[str, ...]
     held_out: tuple[str, ...]
     say: tuple[str, ...]
     must: tuple[str, ...]
+    others: frozenset[str] = frozenset()
 
     def question(self, rng: random.Random, held_out: bool = False) -> str:
         """A random phrasing: one that training sees, or one that it never sees."""
@@ -37,17 +38,18 @@ class Fact:
             return rng.choice(self.held_out)
         for _ in range(200):
             text = _fill(rng.choice(self.ask), rng)
-            if is_held_out(text) == held_out:
+            if is_held_out(text) == held_out and plain(text) not in self.others:
                 return text
-        return rng.choice(self.held_out if held_out else self.ask_texts())
-
-    def ask_texts(self) -> list[str]:
-        """Every phrasing that training may see."""
-        return [text for skeleton in self.ask for text in expand(skeleton) if not is_held_out(text)]
+        if held_out:
+            return rng.choice(self.held_out)
+        raise ValueError(f"fact {self.id!r} has no phrasing of its own")
 
 
 def load_facts(folder: Path = FOLDER) -> list[Fact]:
-    """All facts, in the order of files and entries. Raises ValueError for a wrong entry, naming it."""
+    """All facts, in the order of files and entries; a phrasing that two facts make belongs to the earlier one.
+
+    Raises ValueError for a wrong entry, naming it.
+    """
     facts = []
     for path in sorted(folder.glob("*.toml")):
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +57,13 @@ def load_facts(folder: Path = FOLDER) -> list[Fact]:
     twice = {f.id for f in facts if sum(g.id == f.id for g in facts) > 1}
     if twice:
         raise ValueError(f"facts named twice: {', '.join(sorted(twice))}")
-    return facts
+    owner: dict[str, str] = {}
+    for fact in facts:
+        for text in {plain(text) for skeleton in fact.ask for text in expand(skeleton)}:
+            owner.setdefault(text, fact.id)
+    return [
+        replace(f, others=frozenset(t for s in f.ask for e in expand(s) if owner[t := plain(e)] != f.id)) for f in facts
+    ]
 
 
 def expand(skeleton: str) -> Iterator[str]:
@@ -68,7 +76,12 @@ def expand(skeleton: str) -> Iterator[str]:
 
 def is_held_out(text: str) -> bool:
     """Whether an expansion is kept out of training: fixed by its letters, so it survives changes of other facts."""
-    return zlib.crc32(re.sub(r"\W+", " ", text.lower()).strip().encode()) % HELD_OUT_SHARE == 0
+    return zlib.crc32(plain(text).encode()) % HELD_OUT_SHARE == 0
+
+
+def plain(text: str) -> str:
+    """A question without case and marks."""
+    return re.sub(r"\W+", " ", text.lower()).strip()
 
 
 def _fact(entry: Mapping[str, object], sets: Mapping[str, str], file: str) -> Fact:
