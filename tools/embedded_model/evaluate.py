@@ -20,7 +20,7 @@ from pathlib import Path
 import qwen35rt
 
 from .corpus import Corpus, disguise
-from .facts import Fact
+from .fact import Fact
 from .sample import Sample
 
 LIMIT = 240  # tokens: far above the longest answer
