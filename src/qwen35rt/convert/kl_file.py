@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Float
-from ..config import EVALUATION
+from ..config import EVALUATION, FILE_LIMITS
 from ..errors import ConfigError, GenerationFailed, ModelFileError
 from ..tokenizer import Tokenizer
 from .perplexity import scored_per_chunk
@@ -154,7 +154,11 @@ class BaseFile:
                 if version != VERSION:
                     raise ModelFileError(f"{path}: a KL base of version {version}; this program reads {VERSION}")
                 n_ids = self.chunks * self.n_ctx
-                ok = self.n_ctx >= EVALUATION.min_ctx and self.chunks > 0 and 0 < exact <= self.n_vocab
+                ok = (
+                    self.n_ctx >= EVALUATION.min_ctx
+                    and self.chunks > 0
+                    and 0 < exact <= self.n_vocab <= FILE_LIMITS.max_width
+                )
                 wanted = HEADER.size + 4 * n_ids
                 if ok:
                     self.dtype = record_type(self.n_vocab, exact)
