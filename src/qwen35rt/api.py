@@ -20,7 +20,7 @@ from .config import ENGINE
 from .device import Choice, choose_device
 from .engine.result import Completion
 from .engine.session import Session, Turn
-from .errors import ConfigError, ContextLengthExceeded, EngineStopped, ModelFileError, TemplateError
+from .errors import ConfigError, ContextLengthExceeded, EngineStopped, ModelFileError, RequestError, TemplateError
 from .model.example import example_model
 from .model.gguf_file import GgufFile, open_gguf
 from .model.source import Source, open_source
@@ -137,6 +137,11 @@ class Model:
         self._closed = False
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back, with what the vocabulary says of its tokens."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the file has a chat template, which ``chat`` needs."""
         return self._template is not None
@@ -152,18 +157,42 @@ class Model:
     def logits(self, ids: Sequence[int] | npt.NDArray[Any]) -> Float:
         """Logits after each of ``ids``, from an empty state: float32 [len(ids), n_vocab]."""
         ids = _as_list(ids)
+        with self._lock:
+            slices = self.logits_slices(ids)
+            out = np.empty((len(ids), self.n_vocab), np.float32)
+            at = 0
+            for piece in slices:
+                out[at : at + len(piece)] = piece
+                at += len(piece)
+        return out
+
+    def logits_slices(self, ids: Sequence[int] | npt.NDArray[Any], first: int = 0) -> Iterator[Float]:
+        """Logits after each of ``ids[first:]``, from an empty state, for texts whose logits do not fit in memory.
+
+        -> float32 [n, n_vocab] for the next n ids in order, each array valid until the next one is asked for. Another
+        call on the model in between ends the iteration with a RequestError.
+        """
+        ids = _as_list(ids)
         check_ids(ids, self.n_vocab)
         if len(ids) > self.n_ctx:
             raise ContextLengthExceeded(len(ids), self.n_ctx)
-        out = np.empty((len(ids), self.n_vocab), np.float32)
-        with self._lock:
-            self._check_open()
-            self._session.reset()
-            slice_rows = self._executable.limits.out_rows
-            for at in range(0, len(ids), slice_rows):
-                piece = ids[at : at + slice_rows]
-                out[at : at + len(piece)] = self._session.step(piece, range(len(piece)))[0]
-        return out
+        return self._logits_slices(ids, first)
+
+    def _logits_slices(self, ids: list[int], first: int) -> Iterator[Float]:
+        session, limits = self._session, self._executable.limits
+        at = 0
+        while at < len(ids):
+            with self._lock:
+                self._check_open()
+                if at == 0:
+                    session.reset()
+                elif session.ids != ids[:at]:
+                    raise RequestError("the logits cannot go on: another call has begun on the same model")
+                n = min(limits.rows, first - at) if at < first else min(limits.out_rows, len(ids) - at)
+                logits, _ = session.step(ids[at : at + n], range(n) if at >= first else ())
+            if at >= first:
+                yield logits
+            at += n
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
         """Continue a text or token ids; see ``stream`` for the options. No chat template is applied."""

@@ -84,6 +84,16 @@ class SamplingLimits:
 
 
 @dataclass(frozen=True)
+class EvaluationDefaults:
+    """Sizes of perplexity, KL divergence and importance matrices."""
+
+    n_ctx: int = 512  # tokens of a chunk
+    min_ctx: int = 4  # the shortest chunk that has something to score
+    base_exact: int = 256  # most likely tokens of a position that a KL base keeps as float32
+    workspace_bytes: int = 1_073_741_824  # of an importance matrix's steps, where no batch size is named
+
+
+@dataclass(frozen=True)
 class Environment:
     """The QWEN35RT_* variables, read once by ``environment()``."""
 
@@ -98,6 +108,7 @@ FILE_LIMITS = FileLimits()
 ENGINE = EngineDefaults()
 TEMPLATE = TemplateLimits()
 TOKENIZER = TokenizerLimits()
+EVALUATION = EvaluationDefaults()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
 
