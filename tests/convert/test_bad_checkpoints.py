@@ -22,6 +22,7 @@ pytest.importorskip("safetensors", reason="the extra 'convert' is not installed"
 
 NORM = "model.layers.1.input_layernorm.weight"
 DOWN = "model.layers.2.mlp.down_proj.weight"
+A_LOG = "model.layers.0.linear_attn.A_log"
 EMBD = "model.embed_tokens.weight"
 
 
@@ -164,6 +165,16 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Stored]], object], type[Exception],
         ModelFileError,
         (f"'{DOWN}' holds numbers that are not finite",),
     ),
+    "infinite decay": (
+        lambda t: t.update({A_LOG: ("F32", np.full(4, 100, np.float32))}),
+        ModelFileError,
+        (f"'{A_LOG}' makes 'blk.0.ssm_a' infinite",),
+    ),
+    "bf16 nan": (
+        lambda t: t.update({DOWN: ("BF16", np.full((64, 96), 0xFFC0, np.uint16))}),
+        ModelFileError,
+        (f"'{DOWN}' holds numbers that are not finite",),
+    ),
     "two mtp blocks": (
         lambda t: t.update({f"mtp.layers.{i}.x": ("F32", np.zeros(1, np.float32)) for i in range(2)}),
         UnsupportedModel,
@@ -196,7 +207,7 @@ def test_numbers_beyond_f16(hf: Path, tiny_dense: Path) -> None:
     tensors = tensors_of(tiny_dense)
     tensors[DOWN][1][5, 5] = 7e4
     write_safetensors(hf / "model.safetensors", tensors)
-    refused(hf, ModelFileError, f"'{DOWN}': 70000 is beyond F16; use --outtype bf16 or f32", outtype="f16")
+    refused(hf, ModelFileError, f"'{DOWN}' holds 70000, which is beyond F16; use --outtype bf16 or f32", outtype="f16")
     assert convert(hf, hf.parent / "o.gguf", outtype="bf16")
 
 

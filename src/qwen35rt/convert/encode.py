@@ -20,6 +20,13 @@ def to_float32(raw: Array) -> Float:
     return raw.astype(np.float32, copy=False)
 
 
+def is_finite(raw: Array) -> bool:
+    """Whether no number of such an array is infinite or NaN."""
+    if raw.dtype == np.uint16:
+        return bool(((raw & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(raw).all())
+
+
 def to_bf16(values: Float) -> npt.NDArray[np.uint16]:
     """Finite float32 -> bfloat16 as uint16, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -37,7 +44,7 @@ def encode(values: Float, form: Format) -> Array:
         with np.errstate(over="ignore"):
             half = values.astype(np.float16)
         if not np.isfinite(half).all():
-            raise OverflowError(f"{np.abs(values).max():g} is beyond F16")
+            raise OverflowError(f"{np.abs(values).max():g}, which is beyond F16")
         return half
     from gguf import GGMLQuantizationType, quants
 

@@ -14,7 +14,7 @@ from ..config import CONVERT
 from ..errors import ModelFileError
 from ..formats import BY_NAME, Format
 from .checkpoint import Checkpoint, HfTensor, check_dtype
-from .encode import Float, encode, to_float32
+from .encode import Float, encode, is_finite, to_float32
 from .writer import TensorPlan
 
 Array = npt.NDArray[Any]
@@ -88,17 +88,24 @@ def pieces(recipe: Recipe, checkpoint: Checkpoint, form: Format) -> Iterator[Arr
         raw = _gather(checkpoint, tensors, index, np.empty((len(index), width), dtype))
         if recipe.cols is not None:
             raw = raw[:, recipe.cols]
+        if not is_finite(raw):
+            raise _fault(tensors[0], "holds numbers that are not finite")
+        if recipe.change is None and tensors[0].dtype == form.name:
+            yield raw  # as it is: nothing else to do for most of a checkpoint
+            continue
         values = to_float32(raw)
         if recipe.change is not None:
             values = recipe.change(values)
+            if not is_finite(values):
+                raise _fault(tensors[0], f"makes '{recipe.name}' infinite")
         try:
-            if not np.isfinite(values).all():
-                raise ModelFileError(f"{tensors[0].file}: tensor '{tensors[0].name}' holds numbers that are not finite")
             yield encode(values, form)
         except OverflowError as e:
-            raise ModelFileError(
-                f"{tensors[0].file}: tensor '{tensors[0].name}': {e}; use --outtype bf16 or f32"
-            ) from None
+            raise _fault(tensors[0], f"holds {e}; use --outtype bf16 or f32") from None
+
+
+def _fault(tensor: HfTensor, text: str) -> ModelFileError:
+    return ModelFileError(f"{tensor.file}: tensor '{tensor.name}' {text}")
 
 
 def _gather(checkpoint: Checkpoint, tensors: list[HfTensor], index: Index, out: Array) -> Array:
