@@ -84,6 +84,7 @@ class SamplingLimits:
 
 
 @dataclass(frozen=True)
+<<<<<<< HEAD
 class EvaluationDefaults:
     """Sizes of perplexity, KL divergence and importance matrices."""
 
@@ -91,6 +92,13 @@ class EvaluationDefaults:
     min_ctx: int = 4  # the shortest chunk that has something to score
     base_exact: int = 256  # most likely tokens of a position that a KL base keeps as float32
     workspace_bytes: int = 1_073_741_824  # of an importance matrix's steps, where no batch size is named
+=======
+class ConvertLimits:
+    """Work of ``qwen35rt convert``."""
+
+    piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
+    max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
+>>>>>>> convert
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ TOKENIZER = TokenizerLimits()
 EVALUATION = EvaluationDefaults()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
+CONVERT = ConvertLimits()
 
 
 def environment(source: Mapping[str, str] = os.environ) -> Environment:
