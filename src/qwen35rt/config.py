@@ -84,7 +84,6 @@ class SamplingLimits:
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD
 class EvaluationDefaults:
     """Sizes of perplexity, KL divergence and importance matrices."""
 
@@ -92,13 +91,14 @@ class EvaluationDefaults:
     min_ctx: int = 4  # the shortest chunk that has something to score
     base_exact: int = 256  # most likely tokens of a position that a KL base keeps as float32
     workspace_bytes: int = 1_073_741_824  # of an importance matrix's steps, where no batch size is named
-=======
+
+
+@dataclass(frozen=True)
 class ConvertLimits:
     """Work of ``qwen35rt convert``."""
 
     piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
     max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
->>>>>>> convert
 
 
 @dataclass(frozen=True)
