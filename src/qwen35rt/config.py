@@ -84,6 +84,14 @@ class SamplingLimits:
 
 
 @dataclass(frozen=True)
+class ConvertLimits:
+    """Work of ``qwen35rt convert``."""
+
+    piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
+    max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
+
+
+@dataclass(frozen=True)
 class Environment:
     """The QWEN35RT_* variables, read once by ``environment()``."""
 
@@ -100,6 +108,7 @@ TEMPLATE = TemplateLimits()
 TOKENIZER = TokenizerLimits()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
+CONVERT = ConvertLimits()
 
 
 def environment(source: Mapping[str, str] = os.environ) -> Environment:

@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "chat": "talk with a model in the terminal",
     "info": "show a model file's metadata and tensors",
     "tokenize": "show the tokens of a text",
+    "convert": "make a GGUF file from a Hugging Face checkpoint",
     "quantize": "make a model file smaller: other formats for its matrices",
     "bench": "measure speed, with the flags of llama-bench",
     "doctor": "show what this machine offers and what works",
