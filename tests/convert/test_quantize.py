@@ -28,11 +28,28 @@ from ..fixtures import Float, write_tiny
 from .command import WIDE, run
 
 PROMPT = list(range(40, 88))
-# Mean squared difference of the logits, as a share of their variance, about three times what was measured.
+# Mean squared difference of the logits as a share of their variance, two and a half times what was measured. Random
+# weights have no slack: with three bits and less the logits say little, so those mixes are held to WEIGHTS alone.
 LOGITS = {
-    **dict.fromkeys(("F32", "F16", "BF16"), 1e-9),
-    "Q8_0": 1.0,
+    **dict.fromkeys(("F32", "F16", "BF16"), 0.0),
+    **dict.fromkeys(("Q8_0", "MXFP4_MOE"), 5e-3),
+    "Q6_K": 6e-2,
+    **dict.fromkeys(("Q5_K_M", "Q5_K_S", "Q5_1"), 0.25),
+    "Q5_0": 0.35,
 }
+# Mean squared error of a tensor as a share of its mean square, for numbers of a normal distribution.
+WEIGHTS = {
+    **dict.fromkeys(("F32", "F16", "BF16"), 0.0),  # the models' numbers are exact in all three
+    "Q8_0": 3e-5,
+    "Q6_K": 4e-4,
+    **dict.fromkeys(("Q5_K", "Q5_1", "Q5_0"), 2.5e-3),
+    **dict.fromkeys(("Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"), 1e-2),
+    "MXFP4": 2e-2,
+    "Q3_K": 4e-2,
+    "Q2_K": 0.15,
+}
+
+
 # A process of its own: its server never ends, and prints.
 LLAMA_CPP = """
 import http.client, json, os, socket, sys
@@ -49,7 +66,7 @@ params.n_ctx, params.n_parallel, params.port, params.warmup = 128, 1, port, Fals
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 server = xllamacpp.Server(params)
 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-asked = {"prompt": json.loads(sys.argv[2]), "n_predict": 1, "temperature": 0, "n_probs": 20}
+asked = {"prompt": json.loads(sys.argv[2]), "n_predict": 1, "ignore_eos": True, "n_probs": 20}
 connection.request("POST", "/completion", json.dumps(asked))
 answer = json.loads(connection.getresponse().read())
 top = answer["completion_probabilities"][0]["top_logprobs"]
@@ -95,23 +112,22 @@ def test_every_mix_makes_a_model_that_runs(mix: str, dense: Path, out: Path) -> 
         assert list(new.tensors) == list(old.tensors)
         for name, tensor in new.tensors.items():
             assert tensor.shape == old.tensors[name].shape
-            if tensor.format.name == "F32":
-                np.testing.assert_array_equal(tensor.data, old.tensors[name].data)
+            a, b = values(old.tensors[name]), values(tensor)
+            assert np.mean((a - b) ** 2) <= WEIGHTS[tensor.format.name] * np.mean(a**2), name
         assert new.get_int("general.file_type") == MIXES[mix].file_type
         assert new.get_int("general.quantization_version") == 2
     want, got = logits(dense), logits(out)
     error = float(np.mean((got - want) ** 2) / np.var(want))
-    assert error < LOGITS[mix], error
+    assert error <= LOGITS.get(mix, 2.0), error
 
 
-@pytest.mark.parametrize("mix", ["Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("mix", ["Q8_0", "Q4_K_M", "MXFP4_MOE"])
 def test_a_quantised_mixture_of_experts_runs(mix: str, moe: Path, out: Path) -> None:
     assert run(moe, out, mix, "-t", 2) == 0
     with open_gguf(moe) as old, open_gguf(out) as new:
         for name, tensor in new.tensors.items():
             a, b = values(old.tensors[name]), values(tensor)
-            limit = {"F32": 0.0, "Q8_0": 3e-5, "Q4_K": 6e-3, "Q6_K": 5e-4}[tensor.format.name]
-            assert np.mean((a - b) ** 2) <= limit * np.mean(a**2), name
+            assert np.mean((a - b) ** 2) <= WEIGHTS[tensor.format.name] * np.mean(a**2), name
     with qwen35rt.load(out, device="cpu", n_ctx=64) as model:
         assert np.isfinite(model.logits(PROMPT)).all()
 

@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 # What csrc/kernels/quantize_*.c make; the others are only read.
 WRITABLE: tuple[str, ...] = (
     *("F32", "F16", "BF16"),
-    *("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K"),
+    *("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q2_K"),
 )
 
 _PIECE_BYTES = 16 << 20  # of float32 rows: large enough for all threads, small beside a model
