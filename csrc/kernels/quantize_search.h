@@ -9,6 +9,8 @@
 
 #define CANDIDATES 16
 #define VECTORS (CANDIDATES / QF)
+// How often the float16 scales of a super-block are fitted to its integers, and these chosen anew.
+#define REFITS 3
 #define TINY 1e-30f // scales below it count as zero
 
 // A block divided by `unit`, a power of two, so that its largest |x| is in [1, 2): searches need
@@ -54,14 +56,16 @@ static inline float of_half(uint16_t h) {
 
 static inline void put16(uint8_t *p, uint16_t h) { memcpy(p, &h, 2); }
 
-// The scale nearest to `s` (of a block in units) that float16 can hold, not zero unless s is;
-// *h: its bits. False if there is none.
+// A float16 scale for `s` (of a block in units), not zero unless s is; *h: its bits. The nearest,
+// but among the coarse subnormal ones the next that is no smaller: a scale too large costs
+// precision, one too small cuts values off. False if there is none.
 static inline bool storable(const block *b, float s, uint16_t *h, float *stored) {
     *h = half_of(s * b->unit);
-    if ((*h & 0x7fff) == 0x7c00) return false;
-    if ((*h & 0x7fff) == 0 && s != 0) *h = s < 0 ? 0x8001 : 1;
     *stored = of_half(*h) * b->inverse;
-    return true;
+    if (fabsf(*stored) < 0.98f * fabsf(s))
+        *h = (uint16_t)(s < 0 ? 0x8000 : 0) | ((*h & 0x7fff) + 1);
+    *stored = of_half(*h) * b->inverse;
+    return (*h & 0x7fff) < 0x7c00;
 }
 
 // QRT_OK, or QRT_BAD_VALUE: n values, a multiple of 16.
@@ -71,22 +75,21 @@ static inline int check_finite(const float *x, int64_t n) {
     return qf_hsum(sum) == 0 ? QRT_OK : QRT_BAD_VALUE;
 }
 
-// Reads n values, a multiple of 16, and their importance. False for a block that counts as zero:
-// below 2^-30 no float16 scale can tell it from zero.
-static inline bool load_block(block *b, const float *x, const float *importance, int n) {
+// Reads n values, a multiple of 16, and their importance. A block below 2^-30, which no float16
+// scale can tell from zero, becomes zeros.
+static inline void load_block(block *b, const float *x, const float *importance, int n) {
     qf m = qf_zero();
     for (int i = 0; i < n; i += QF) m = qf_max(m, qf_abs(qf_load(x + i)));
     float amax = qf_hmax(m);
-    if (amax < 0x1p-30f) return false;
-    b->unit = of_bits(bits_of(amax) & 0x7f800000);
+    const bool zero = amax < 0x1p-30f;
+    b->unit = zero ? 1.0f : of_bits(bits_of(amax) & 0x7f800000);
     b->inverse = 1.0f / b->unit;
-    for (int i = 0; i < n; i++) b->x[i] = x[i] * b->inverse;
+    for (int i = 0; i < n; i++) b->x[i] = zero ? 0.0f : x[i] * b->inverse;
     double sum = 0;
     for (int i = 0; importance && i < n; i++) sum += importance[i];
     // A column that the importance calls useless still gets a sane value.
     double scale = sum > 0 ? n / sum : 0;
     for (int i = 0; i < n; i++) b->w[i] = sum > 0 ? (float)(importance[i] * scale) + 1e-4f : 1.0f;
-    return true;
 }
 
 INLINE qf round_to(const grid *g, qf y) {
@@ -191,38 +194,214 @@ INLINE float best_scale(const grid *g, const float *x, const float *w, int n, fl
     int at = 0;
     for (int c = 1; c < CANDIDATES; c++)
         if (gain[c] > gain[at]) at = c;
+    // Of equals (few different values) the smallest scale: its multiples can be had as well.
+    const float enough = gain[at] * (1 - 1e-6f);
+    for (int c = 0; c < CANDIDATES; c++)
+        if (gain[c] >= enough && scale[c] < scale[at]) at = c;
     return scale[at];
+}
+
+// x is about s * q - m.
+typedef struct {
+    float s, m;
+} line;
+
+// Keeps in `kept` each candidate's least-squares line for the q that the sums tell of, where it
+// explains more than what is there. w, wx: sums of w and w x. floor: m may not be negative.
+INLINE void keep_lines(const sums *s, float w, float wx, bool floor, float *gain, float *scale,
+                       float *minimum) {
+    for (int c = 0; c < CANDIDATES; c++) {
+        float det = w * s->qq[c] - s->q[c] * s->q[c];
+        float a = det > 1e-6f * w * s->qq[c] ? (w * s->xq[c] - wx * s->q[c]) / det : 0;
+        float b = (wx - a * s->q[c]) / w;
+        bool above = floor && b > 0;
+        float through = s->qq[c] > 0 ? s->xq[c] / s->qq[c] : 0; // zero
+        a = above ? (through > 0 ? through : 0) : a;
+        b = above ? 0 : b;
+        // What sum w x^2 loses; at the optimum of a, b it is this linear expression.
+        float g = a * s->xq[c] + b * wx;
+        bool better = g > gain[c];
+        gain[c] = better ? g : gain[c];
+        scale[c] = better ? a : scale[c];
+        minimum[c] = better ? -b : minimum[c];
+    }
+}
+
+// The line with the least sum w (x - (s q - m))^2, q in 0..g->hi: of 64 pairs of ends around the
+// smallest and the largest x, each with its least-squares line, the best are rounded anew twice.
+INLINE line best_line(const grid *g, const float *x, const float *w, int n, bool floor) {
+    float lo = x[0], hi = x[0], sw = 0, swx = 0;
+    for (int i = 0; i < n; i++) {
+        lo = x[i] < lo ? x[i] : lo, hi = x[i] > hi ? x[i] : hi;
+        sw += w[i], swx += w[i] * x[i];
+    }
+    if (floor && lo > 0) lo = 0;
+    if (hi - lo < 1e-12f) return (line){0, -lo};
+    const float step = (hi - lo) / g->hi;
+    float gain[CANDIDATES], scale[CANDIDATES], minimum[CANDIDATES];
+    for (int c = 0; c < CANDIDATES; c++) gain[c] = -1, scale[c] = minimum[c] = 0;
+    for (int round = 0; round < 6; round++) {
+        float from[CANDIDATES], inv[CANDIDATES];
+        for (int c = 0; c < CANDIDATES; c++) {
+            float a = (float)(c & 7) * 0.2f - 0.4f, b = (float)(2 * round + c / 8) * 0.2f - 0.4f;
+            float l = lo + a * step, h = hi - b * step;
+            from[c] = round < 4 ? l : -minimum[c];
+            inv[c] = round < 4 ? g->hi / (h - l) : reciprocal(scale[c]);
+        }
+        sums s;
+        sums_of(g, x, w, n, from, inv, &s);
+        keep_lines(&s, sw, swx, floor, gain, scale, minimum);
+    }
+    int at = 0;
+    for (int c = 1; c < CANDIDATES; c++)
+        if (gain[c] > gain[at]) at = c;
+    // Of equals (few different values) the smallest scale: its multiples can be had as well.
+    const float enough = gain[at] * (1 - 1e-6f);
+    for (int c = 0; c < CANDIDATES; c++)
+        if (gain[c] >= enough && scale[c] < scale[at]) at = c;
+    return (line){scale[at], minimum[at]};
 }
 
 // The float16 scale near s (in units) with the least error over n elements: the best of 16 values
 // `stride` steps apart. False if float16 does not reach.
-INLINE bool best_half(const block *b, const grid *g, int n, float s, int stride, uint16_t *h,
-                      float *stored) {
+INLINE bool best_half(const block *b, const grid *g, const float *x, int n, float s, int stride,
+                      uint16_t *h, float *stored) {
     if (!storable(b, s, h, stored)) return false;
+    if (s == 0) return true;
     float scales[CANDIDATES], errors[CANDIDATES];
     static const float none[CANDIDATES] = {0};
     uint16_t halves[CANDIDATES];
     for (int c = 0; c < CANDIDATES; c++) {
         int at = (*h & 0x7fff) + (c - CANDIDATES / 2) * stride;
-        at = at < 1 ? 1 : at > 0x7bff ? 0x7bff : at;
+        at = at < 0 ? 0 : at > 0x7bff ? 0x7bff : at;
         halves[c] = (uint16_t)((*h & 0x8000) | at);
         scales[c] = of_half(halves[c]) * b->inverse;
     }
-    errors_of(g, b->x, b->w, n, scales, none, errors);
+    errors_of(g, x, b->w, n, scales, none, errors);
     int at = lowest(errors);
     *h = halves[at], *stored = scales[at];
     return true;
 }
 
-// q[i] = the integer of the grid (no table) nearest to (x + m) / s, minus `lowest`.
-static inline void round_block(const grid *g, const float *x, int n, float s, float m, uint8_t *q) {
-    float y[32];
-    const float inv = reciprocal(s);
-    for (int i = 0; i < n; i += QF) {
-        qf t = qf_mul(qf_add(qf_load(x + i), qf_set1(m)), qf_set1(inv));
-        qf_store(y + i, qf_sub(round_to(g, t), qf_set1(g->lo)));
+// v[i] = the value of the grid nearest to (x + m) / s.
+INLINE void round_values(const grid *g, const float *x, int n, float s, float m, float *v) {
+    const qf inv = qf_set1(reciprocal(s)), mv = qf_set1(m);
+    for (int i = 0; i < n; i += QF)
+        qf_store(v + i, round_to(g, qf_mul(qf_add(qf_load(x + i), mv), inv)));
+}
+
+// The same as integers from 0 up: places in the table, or distances from g->lo.
+INLINE void round_block(const grid *g, const float *x, int n, float s, float m, uint8_t *q) {
+    float v[32];
+    round_values(g, x, n, s, m, v);
+    if (!g->values) {
+        for (int i = 0; i < n; i++) q[i] = (uint8_t)(int)(v[i] - g->lo);
+        return;
     }
-    for (int i = 0; i < n; i++) q[i] = (uint8_t)(int)y[i];
+    for (int i = 0; i < n; i++) {
+        int at = 0;
+        for (int k = 1; k < 16; k++) at += v[i] >= g->values[k];
+        q[i] = (uint8_t)at;
+    }
+}
+
+static inline int clamp_int(int v, int lo, int hi) { return v < lo ? lo : v > hi ? hi : v; }
+
+// A format with integer scales and no minima: value = d * scale * q.
+typedef struct {
+    int group;          // elements
+    int lo, hi;         // of scale
+    float from, to;     // as for best_scale
+    int rounds;         // likewise, of 16 candidates
+    int near, mirrored; // scales tried around the first guess, and around its negative: 16s
+} symmetric_format;
+
+typedef struct {
+    float d; // as stored, in units of the block
+    uint16_t dh;
+    int8_t scale[16];
+    float error;
+} symmetric_fit;
+
+// Integer scales of all groups for a given d, near those in `fit`. False if float16 cannot hold d.
+INLINE bool choose_scales(const symmetric_format *f, const grid *g, const block *b, float d,
+                          int near, int mirrored, symmetric_fit *fit) {
+    static const float none[CANDIDATES] = {0};
+    if (!storable(b, d, &fit->dh, &fit->d)) return false;
+    fit->error = 0;
+    for (int i = 0; i < 256 / f->group; i++) {
+        float best = INFINITY;
+        int centre = fit->scale[i];
+        for (int part = 0; part < near + mirrored; part++) {
+            float s[CANDIDATES], errors[CANDIDATES];
+            int from = part < near
+                           ? centre - near * CANDIDATES / 2 + part * CANDIDATES
+                           : -centre - mirrored * CANDIDATES / 2 + (part - near) * CANDIDATES;
+            from = clamp_int(from, f->lo, f->hi + 1 - CANDIDATES);
+            for (int c = 0; c < CANDIDATES; c++) s[c] = fit->d * (float)(from + c);
+            errors_of(g, b->x + i * f->group, b->w + i * f->group, f->group, s, none, errors);
+            int at = lowest(errors);
+            if (errors[at] < best) best = errors[at], fit->scale[i] = (int8_t)(from + at);
+        }
+        fit->error += best;
+    }
+    return true;
+}
+
+// Least squares for d, the integers given.
+INLINE float refit_scale(const symmetric_format *f, const grid *g, const block *b,
+                         const symmetric_fit *fit) {
+    double ss = 0, xs = 0;
+    for (int i = 0; i < 256 / f->group; i++) {
+        const float *x = b->x + i * f->group, *w = b->w + i * f->group;
+        double scale = fit->scale[i];
+        float v[32];
+        round_values(g, x, f->group, fit->d * (float)fit->scale[i], 0, v);
+        for (int k = 0; k < f->group; k++) {
+            double y = scale * v[k];
+            ss += w[k] * y * y, xs += w[k] * y * x[k];
+        }
+    }
+    return ss > 0 ? (float)(xs / ss) : 0;
+}
+
+INLINE bool fit_scales(const symmetric_format *f, const grid *g, const block *b,
+                       symmetric_fit *fit) {
+    const int groups = 256 / f->group;
+    float ideal[16], largest = 0;
+    for (int i = 0; i < groups; i++) {
+        ideal[i] = best_scale(g, b->x + i * f->group, b->w + i * f->group, f->group, f->from, f->to,
+                              f->rounds, true);
+        if (fabsf(ideal[i]) > fabsf(largest)) largest = ideal[i];
+    }
+    // The largest becomes lo, which has room for one more than hi.
+    float d = largest / (float)f->lo;
+    if (!storable(b, d, &fit->dh, &fit->d)) return false;
+    for (int i = 0; i < groups; i++) {
+        float s = ideal[i] * reciprocal(fit->d);
+        fit->scale[i] = (int8_t)clamp_int((int)(s < 0 ? s - 0.5f : s + 0.5f), f->lo, f->hi);
+    }
+    if (!choose_scales(f, g, b, d, f->near, f->mirrored, fit)) return false;
+    for (int round = 0; round < REFITS; round++) {
+        symmetric_fit next = *fit;
+        d = refit_scale(f, g, b, fit);
+        if (!choose_scales(f, g, b, d, 1, 0, &next) || next.error >= fit->error) break;
+        *fit = next;
+    }
+    return true;
+}
+
+// A row of whole blocks: `write` stores one.
+INLINE int quantize_row(const float *x, const float *importance, uint8_t *row, int64_t n,
+                        int elements, int bytes, int (*write)(const block *, uint8_t *)) {
+    if (check_finite(x, n) != QRT_OK) return QRT_BAD_VALUE;
+    for (int64_t at = 0; at < n; at += elements, row += bytes) {
+        block b;
+        load_block(&b, x + at, importance ? importance + at : NULL, elements);
+        int status = write(&b, row);
+        if (status != QRT_OK) return status;
+    }
+    return QRT_OK;
 }
 
 // 32 values below 16: low nibbles are the first half.
