@@ -198,8 +198,9 @@ def test_small_values_and_outliers(name: str, isa: str) -> None:
     assert error(name, written(name, small, isa=isa), small) < 1.1 * usual + 5e-6
     x[1, 77] = 2e4
     raw = written(name, x, isa=isa)
-    values, scale = read(name, raw, x.shape), 0.1 if name in ("IQ4_NL", "IQ4_XS", "MXFP4") else 0.01
-    assert abs(values[1, 77] / 2e4 - 1) < scale
+    values = read(name, raw, x.shape)
+    # Neighbours in MXFP4's table are a factor of 1.5 apart.
+    assert abs(values[1, 77] / 2e4 - 1) < {"IQ4_NL": 0.1, "IQ4_XS": 0.1, "MXFP4": 0.21}.get(name, 0.01)
     far = np.arange(512) // BY_NAME[name].block != 77 // BY_NAME[name].block
     same = written(name, normal(2, 512), isa=isa)
     np.testing.assert_array_equal(values[0], read(name, same, x.shape)[0])
