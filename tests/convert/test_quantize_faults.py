@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qwen35rt import _native
+from qwen35rt.convert import quantize as driver
 
 from ..fixtures import Float, write_tiny
 from .command import EXPERTS, WIDE, run
@@ -18,8 +19,16 @@ from .command import EXPERTS, WIDE, run
 @pytest.mark.parametrize(("bad", "row"), [(np.nan, 17), (np.inf, 255)])
 @pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0", "F16"])
 def test_numbers_that_are_none_are_refused(
-    mix: str, bad: float, row: int, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    mix: str,
+    bad: float,
+    row: int,
+    tmp_path: Path,
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(driver, "_PIECE_BYTES", 5 * 4 * 256)  # the row is not in the first piece
+
     def spoil(x: Float) -> Float:
         x[row, 3] = bad
         return x
