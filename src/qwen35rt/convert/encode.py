@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats import Format
+from .rows import RowQuantizer
 
 Array = npt.NDArray[Any]
 Float = npt.NDArray[np.float32]
@@ -35,7 +36,10 @@ def to_bf16(values: Float) -> npt.NDArray[np.uint16]:
 
 
 def encode(values: Float, form: Format) -> Array:
-    """Finite float32 [rows, cols] -> what GgufOutput.write takes. Raises OverflowError if F16 cannot hold a number."""
+    """Finite float32 [rows, cols] -> what GgufOutput.write takes.
+
+    Raises OverflowError if F16 cannot hold a number, RowsOutOfRange if a block format cannot.
+    """
     if form.name == "F32":
         return values
     if form.name == "BF16":
@@ -46,6 +50,5 @@ def encode(values: Float, form: Format) -> Array:
         if not np.isfinite(half).all():
             raise OverflowError(f"{np.abs(values).max():g}, which is beyond F16")
         return half
-    from gguf import GGMLQuantizationType, quants
-
-    return np.ascontiguousarray(quants.quantize(values, GGMLQuantizationType(form.id)))
+    with RowQuantizer() as quantizer:
+        return quantizer.quantize(values, form)

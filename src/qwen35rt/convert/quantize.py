@@ -12,25 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGUFValueType
 
-from .. import _native
-from ..backends.cpu.backend import CpuBackend
-from ..backends.cpu.structs import FORMAT
-from ..errors import ConfigError, ModelFileError, Qwen35Error
+from ..errors import ConfigError, ModelFileError
 from ..formats import Format
 from ..model.gguf_file import GgufFile, TensorInfo
 from ..model.hparams import read_hparams
 from ..model.weights import QTensor
 from .imatrix_file import Imatrix, check_coverage
 from .mixes import Mix, MixOptions, choose
+from .rows import NONE, Bytes, Float, RowQuantizer, RowsNotFinite, RowsOutOfRange
 from .writer import GgufOutput, TensorPlan, Typed
 
 __all__ = ["WRITABLE", "QuantizePlan", "TensorStep", "make_plan", "run_plan"]
 
-Float = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[str, int, int], None]
 
 # What csrc/kernels/quantize_*.c make; the others are only read.
@@ -41,7 +36,6 @@ WRITABLE: tuple[str, ...] = (
 
 _PIECE_BYTES = 16 << 20  # of float32 rows: large enough for all threads, small beside a model
 _VERSION = 2  # general.quantization_version: how ggml reads its own formats
-_NONE: Float = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +124,8 @@ def run_plan(
     ``threads`` None: the cores that may be used. Raises what GgufOutput does, and ModelFileError naming tensor and row
     for values that no format can hold.
     """
-    backend = CpuBackend(threads)
     plans = [TensorPlan(s.tensor.name, s.tensor.shape[::-1], s.format) for s in plan.steps]
     total = sum(s.tensor.nbytes for s in plan.steps)
-    pool = _native.Pool(backend.threads)
     done = 0
 
     def count(read: int) -> None:
@@ -142,13 +134,13 @@ def run_plan(
         if progress is not None:
             progress("quantising, MiB", done >> 20, total >> 20)
 
-    try:
-        with GgufOutput(output, plan.metadata, plans, inputs=plan.source.paths) as file:
-            for step in plan.steps:
-                pieces = _quantized(plan, step, backend.isa, pool) if step.changes else _copied(step)
-                file.write(step.tensor.name, _counted(pieces, count))
-    finally:
-        pool.close()
+    with (
+        RowQuantizer(threads) as quantizer,
+        GgufOutput(output, plan.metadata, plans, inputs=plan.source.paths) as file,
+    ):
+        for step in plan.steps:
+            pieces = _quantized(plan, step, quantizer) if step.changes else _copied(step)
+            file.write(step.tensor.name, _counted(pieces, count))
 
 
 def _counted(pieces: Iterator[tuple[int, Bytes]], count: Callable[[int], None]) -> Iterator[Bytes]:
@@ -165,7 +157,7 @@ def _copied(step: TensorStep) -> Iterator[tuple[int, Bytes]]:
         yield piece.nbytes, piece
 
 
-def _quantized(plan: QuantizePlan, step: TensorStep, isa: str, pool: _native.Pool) -> Iterator[tuple[int, Bytes]]:
+def _quantized(plan: QuantizePlan, step: TensorStep, quantizer: RowQuantizer) -> Iterator[tuple[int, Bytes]]:
     """A tensor in its new format, in groups of rows; -> as in _copied. A piece is valid until the next is asked for."""
     tensor = step.tensor
     columns, rows, experts = tensor.shape[0], tensor.shape[1], math.prod(tensor.shape[2:])
@@ -175,36 +167,36 @@ def _quantized(plan: QuantizePlan, step: TensorStep, isa: str, pool: _native.Poo
     group = max(1, min(rows, _PIECE_BYTES // (4 * columns)))
     target = np.empty(group * new_row_bytes, np.uint8)
     for expert in range(experts):
-        weights = _NONE if importance is None else importance[expert]
+        weights = NONE if importance is None else importance[expert]
         for start in range(0, rows, group):
             count = min(group, rows - start)
             first = (expert * rows + start) * row_bytes
             raw = tensor.data[first : first + count * row_bytes]
             # A scale of the product is a tensor of its own, which stays beside the new one.
             piece = QTensor(tensor.name, tensor.format, count, columns, 1, raw, row_bytes, count * row_bytes)
-            values = np.ascontiguousarray(piece.dequantize())
-            out = target[: count * new_row_bytes]
-            status = _native.quantize(isa, pool, FORMAT[step.format.name], values, weights, out)
-            if status:
-                where = f" of matrix {expert}" if experts > 1 else ""
-                raise _refused(plan, step, status, values, start, where)
+            values = piece.dequantize()
+            try:
+                out = quantizer.quantize(values, step.format, weights, target)
+            except (RowsNotFinite, RowsOutOfRange) as e:
+                raise _refused(plan, step, e, values, (expert, start)) from None
             yield raw.nbytes, out
 
 
-def _refused(plan: QuantizePlan, step: TensorStep, status: int, values: Float, start: int, where: str) -> Qwen35Error:
-    """What to say of a piece that could not be quantised; ``start`` is its first row."""
-    place = f"{plan.source.paths[step.tensor.part]}: tensor '{step.tensor.name}'"
-    if status == _native.QUANTIZE_NOT_FINITE:
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        row = start + int(bad[0]) if bad.size else start
-        return ModelFileError(f"{place}, row {row}{where} holds NaN or infinity; the file is damaged")
-    if status == _native.QUANTIZE_OUT_OF_RANGE:
-        row = start + int(np.abs(values).max(axis=1).argmax())
-        return ModelFileError(
-            f"{place}, row {row}{where} holds {np.abs(values).max():g}, too large for {step.format.name}; keep it in "
-            f"BF16 (--tensor-type {step.tensor.name}=BF16)"
-        )
-    return Qwen35Error(f"{place} could not be quantised to {step.format.name} (status {status})")
+def _refused(
+    plan: QuantizePlan, step: TensorStep, error: RowsNotFinite | RowsOutOfRange, values: Float, at: tuple[int, int]
+) -> ModelFileError:
+    """Names the tensor and the row of a piece that begins at (expert, row) ``at``."""
+    expert, start = at
+    finite = np.isfinite(values).all(axis=1)
+    row = start + int((~finite).argmax() if isinstance(error, RowsNotFinite) else np.abs(values).max(axis=1).argmax())
+    where = f" of matrix {expert}" if math.prod(step.tensor.shape[2:]) > 1 else ""
+    remedy = (
+        "the file is damaged"
+        if isinstance(error, RowsNotFinite)
+        else f"keep it in BF16 (--tensor-type {step.tensor.name}=BF16)"
+    )
+    path = plan.source.paths[step.tensor.part]
+    return ModelFileError(f"{path}: tensor '{step.tensor.name}', row {row}{where} holds {error}; {remedy}")
 
 
 def _metadata(source: GgufFile, mix: Mix, imatrix: tuple[str, Imatrix] | None) -> dict[str, Typed]:

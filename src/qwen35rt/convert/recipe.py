@@ -15,6 +15,7 @@ from ..errors import ModelFileError
 from ..formats import BY_NAME, Format
 from .checkpoint import Checkpoint, HfTensor, check_dtype
 from .encode import Float, encode, is_finite, to_float32
+from .rows import RowsOutOfRange
 from .writer import TensorPlan
 
 Array = npt.NDArray[Any]
@@ -100,7 +101,7 @@ def pieces(recipe: Recipe, checkpoint: Checkpoint, form: Format) -> Iterator[Arr
                 raise _fault(tensors[0], f"makes '{recipe.name}' infinite")
         try:
             yield encode(values, form)
-        except OverflowError as e:
+        except (OverflowError, RowsOutOfRange) as e:
             raise _fault(tensors[0], f"holds {e}; use --outtype bf16 or f32") from None
 
 
