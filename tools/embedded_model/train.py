@@ -29,7 +29,7 @@ SEED = 2_026
 CONTEXT = 4_096
 BATCH_TOKENS = 2_048  # of one step, padding included
 POOL = 384  # conversations that are sorted by length into batches, so that padding stays small
-PEAK_RATE, WARM_STEPS, DECAY_SHARE = 2.5e-3, 100, 0.4
+PEAK_RATE, WARM_STEPS, DECAY_SHARE = 1e-3, 60, 0.4
 SAVE_SECONDS = 180
 
 
@@ -121,7 +121,7 @@ def optimizer_for(model: Any) -> torch.optim.AdamW:
     """AdamW; decay for matrices only."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
 
 
