@@ -87,11 +87,12 @@ class PrefixCache:
             best.used = self._tick
         return best
 
-    def keep(self, ids: Sequence[int], pages: Sequence[int]) -> Entry | None:
-        """Make an entry for the state after ``ids``, whose tokens lie in ``pages``; the caller fills its slot.
+    def keep(self, ids: Sequence[int], pages: Sequence[int], slot: int | None = None) -> Entry | None:
+        """Make an entry for the state after ``ids``, whose tokens lie in ``pages``.
 
-        None if there is such an entry already, if it would exceed the bound by itself, or if there is no room that
-        could be made.
+        ``slot``: a taken one that holds the state and belongs to the entry from now on; None: a free one is taken,
+        which the caller fills. -> None if there is such an entry already, if it would exceed the bound by itself, or
+        if there is no room that could be made.
         """
         ids = tuple(ids)
         if not ids or self._state_bytes + len(pages) * self._page_bytes > self.limit_bytes:
@@ -100,10 +101,10 @@ class PrefixCache:
         if present is not None:
             present.used = self._tick
             return None
-        while self._slots.free == 0 or self._bytes_with(pages) > self.limit_bytes:
+        while (slot is None and not self._slots.free) or self._bytes_with(pages) > self.limit_bytes:
             if not self.evict():
                 return None
-        slot = self._slots.take()
+        slot = self._slots.take() if slot is None else slot
         assert slot is not None
         node = self._reach(ids)
         node.entry = entry = Entry(node, slot, tuple(pages), self._tick)
