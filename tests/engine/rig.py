@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from qwen35rt.errors import BackendError, Qwen35Error
 from qwen35rt.model.source import open_source
 from qwen35rt.plan import Plan, make_plan, sampling_params
 from qwen35rt.tokenizer import build_tokenizer
+
+from ..implementations import cpu_backend, isa_levels
 
 N_CTX = 512
 PAGE = 16
@@ -58,6 +61,9 @@ class Spy:
 
     def close(self) -> None:
         self.inner.close()
+
+
+ANSWER: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 
 
 class Rig:
@@ -158,3 +164,26 @@ def until(condition: Callable[[], bool], step: Callable[[], object]) -> None:
             return
         step()
     raise AssertionError("it never came to that")
+
+
+@cache
+def best_backend() -> Backend:
+    """One thread of the best level: much faster than the reference, and what serves in the end."""
+    return cpu_backend(isa_levels()[-1], threads=1) if isa_levels() else ReferenceBackend()
+
+
+def fast_rig(path: Path, **options: Any) -> Rig:
+    return Rig(path, **{"backend": best_backend(), "rows": 64, "parallel": 4, **options})
+
+
+def alone(path: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """Ids of the answer to each prompt, each from an empty state."""
+    cold = fast_rig(path, parallel=1, states=0, cache_bytes=0)
+    return [cold.run(p, **{**ANSWER, **options}).ids for p in prompts]
+
+
+def prompts_of(lengths: list[int], seed: int = 18) -> list[list[int]]:
+    return [random_ids(n, seed + i) for i, n in enumerate(lengths)]
+
+
+MIXED = [3, 300, 17, 64, 1, 129, 40, 250]
