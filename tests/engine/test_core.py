@@ -119,6 +119,15 @@ def test_too_few_pages_preempt_the_youngest_and_change_nothing(tiny_dense: Path)
     small.check_all_returned()
 
 
+def test_a_turn_waits_where_it_would_soon_take_the_memory_of_those_that_run(tiny_dense: Path) -> None:
+    tight = fast_rig(tiny_dense, pages=8)
+    first, second = tight.add(random_ids(60), **ANSWER), tight.add(random_ids(64), **ANSWER)
+    tight.step()
+    assert (first.begun, second.begun) == (True, False)  # the last page is for the first one's answer
+    tight.finish(first, second)
+    assert tight.core.counters.preemptions == 0
+
+
 def test_c21_a_turn_that_fits_nowhere_fails_alone(tiny_dense: Path) -> None:
     tiny = fast_rig(tiny_dense, pages=8)
     good = tiny.add(random_ids(60), **ANSWER)
