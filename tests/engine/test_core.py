@@ -171,6 +171,7 @@ def test_c53_a_paused_turn_gives_its_place_to_those_that_wait(tiny_dense: Path) 
     prompts = [random_ids(50), random_ids(30, 8)]
     assert [c.ids for c in one.finish(first, second)] == alone(tiny_dense, prompts)
     assert one.result(first).timings.prompt_n == 50
+    assert one.core.counters.queries == 2  # each once, however often it came and went
     one.check_all_returned()
 
 
