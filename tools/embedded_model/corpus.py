@@ -35,6 +35,7 @@ MIXTURE = {
     "no_tool": 0.025,
     "thought": 0.03,
 }
+WITH_TOOLS = ("tool", "tool_answer", "no_fit", "missing", "no_tool", "thought")
 MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 SKILLS = {
     "sum": skills.sums,
@@ -69,9 +70,11 @@ class Corpus:
         self.unknown = [f for f in self.facts if f.id.startswith("unknown")]
         self.template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"))
 
-    def draw(self, rng: random.Random) -> Sample:
-        """A conversation for training."""
+    def draw(self, rng: random.Random, early: bool = False) -> Sample:
+        """A conversation for training; ``early``: seldom one with tools, whose prompts are long."""
         kind = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
+        if early and kind in WITH_TOOLS and rng.random() < 0.8:
+            kind = "fact"
         if kind in ("fact", "unknown"):
             sample = self.fact_sample(rng.choice(self.known if kind == "fact" else self.unknown), rng)
         else:

@@ -14,7 +14,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ CONTEXT = 4_096
 BATCH_TOKENS = 2_048  # of one step, padding included
 POOL = 384  # conversations that are sorted by length into batches, so that padding stays small
 PEAK_RATE, WARM_STEPS, DECAY_SHARE = 1e-3, 60, 0.4
+EARLY_SHARE = 0.4  # of the training: few conversations with tools
+HEAD_TOKENS, HEAD_WEIGHT = 6, 3.0  # of an answer
 SAVE_SECONDS = 180
 
 
@@ -85,11 +87,13 @@ def initialise(model: Any) -> None:
             p.data = step + torch.log(-torch.expm1(-step))  # softplus gives the step again
 
 
-def batches(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> Iterator[list[Example]]:
-    """Endless batches of conversations of about equal length, in random order."""
+def batches(corpus: Corpus, tokenizer: Tokenizer, seed: int, share: Callable[[], float]) -> Iterator[list[Example]]:
+    """Endless batches of conversations of about equal length, in random order. ``share`` of the training is done."""
     rng = random.Random(seed)
     while True:
-        pool = sorted((corpus.example(corpus.draw(rng), tokenizer) for _ in range(POOL)), key=lambda e: len(e.ids))
+        early = share() < EARLY_SHARE
+        drawn = (corpus.example(corpus.draw(rng, early), tokenizer) for _ in range(POOL))
+        pool = sorted(drawn, key=lambda e: len(e.ids))
         ready: list[list[Example]] = [[]]
         for example in pool:
             if ready[-1] and len(example.ids) * (len(ready[-1]) + 1) > BATCH_TOKENS:
@@ -100,16 +104,21 @@ def batches(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> Iterator[list[Ex
 
 
 def loss_of(model: Any, batch: list[Example]) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens. Padding is at the right, where a causal model does not see it."""
+    """Mean cross entropy of the answers' tokens; the first ones, which decide what is said, count more.
+
+    Padding is at the right, where a causal model does not see it.
+    """
     width = max(len(e.ids) for e in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
-    wanted = torch.zeros(len(batch), width, dtype=torch.bool)
+    weights = torch.zeros(len(batch), width)
     for row, example in enumerate(batch):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
-        wanted[row, example.start - 1 : len(example.ids) - 1] = True
+        weights[row, example.start - 1 : len(example.ids) - 1] = 1
+        weights[row, example.start - 1 : example.start - 1 + HEAD_TOKENS] *= HEAD_WEIGHT
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    targets = ids.roll(-1, 1)[wanted]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), targets)
+    wanted = weights > 0
+    losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), ids.roll(-1, 1)[wanted], reduction="none")
+    return (losses * weights[wanted]).sum() / weights.sum()
 
 
 def rate_at(step: int, share: float) -> float:
@@ -145,7 +154,7 @@ def train(folder: Path, total_tokens: int) -> None:
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f} M parameters, {len(corpus.facts)} facts", flush=True)
     # A run that goes on draws other text than the one before it.
-    stream = batches(corpus, tokenizer, SEED + step)
+    stream = batches(corpus, tokenizer, SEED + step, lambda: seen / total_tokens)
     saved = reported = time.monotonic()
     mean, before = math.nan, seen
     while seen < total_tokens:
