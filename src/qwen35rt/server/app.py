@@ -185,7 +185,7 @@ def _check(service: Service, recorder: Recorder, route: Route | None) -> Respons
 
 
 def _error_response(service: Service, error: Exception) -> Response:
-    record = request.scope.get(KEY)
+    record = cast(dict[str, Any], request.scope).get(KEY)
     request_id = record.id if isinstance(record, Record) else ""
     told = describe(error, request_id, service.retry_after(error))
     if told.status == 500:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from quart import Request, Response
+from werkzeug.datastructures import Headers
 
 from ..errors import QueueFull
 from .errors import (
@@ -90,7 +91,7 @@ class Guard:
             },
         )
 
-    def has_key(self, headers: Mapping[str, str]) -> bool:
+    def has_key(self, headers: Headers) -> bool:
         """Whether a request shows a valid key, or none is needed."""
         if not self._digests:
             return True
@@ -103,12 +104,12 @@ class Guard:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return given is not None and any(matches)
 
-    def check_key(self, headers: Mapping[str, str]) -> None:
+    def check_key(self, headers: Headers) -> None:
         """Raise InvalidApiKey, the same for a missing and a wrong one."""
         if not self.has_key(headers):
             raise InvalidApiKey("a valid API key is needed, as bearer token or in x-api-key")
 
-    def check_body(self, headers: Mapping[str, str]) -> None:
+    def check_body(self, headers: Headers) -> None:
         """Announced size and kind of a body."""
         length = headers.get("Content-Length", "")
         if length.isdecimal() and int(length[:20]) > self._settings.max_body:

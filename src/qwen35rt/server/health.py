@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 from quart import Response, request
 
@@ -66,6 +67,6 @@ def _reason(service: Service) -> Exception:
 
 def record_of() -> Record:
     """The record of the request that is being handled."""
-    found = request.scope[KEY]  # type: ignore[typeddict-item]
+    found = cast(dict[str, object], request.scope)[KEY]
     assert isinstance(found, Record)
     return found

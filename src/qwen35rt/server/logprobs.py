@@ -82,7 +82,7 @@ class TokenLog:
         start = self._chars
         if not (silent or token in self._silent or (self._skip_special and self._tokenizer.hidden(token))):
             self._chars += len(self._decoder.decode(data))
-        shown = None
+        shown: dict[str, float] | None = None
         if top is not None and logprob is not None:
             shown = {}
             for i, value in [*top.items(), (token, logprob)]:

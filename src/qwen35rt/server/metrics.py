@@ -169,7 +169,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """The page."""
-        return generate_latest(_Plain(self._registry, self._compat))  # type: ignore[arg-type]
+        return generate_latest(_Plain(self._registry, self._compat))
 
     def _turn(self, completion: Completion, before: float) -> None:
         timings = completion.timings

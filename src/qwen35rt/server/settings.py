@@ -184,7 +184,7 @@ def _convert(given: Mapping[str, Any], names: Iterable[str], source: str) -> dic
         if isinstance(value, str) and getattr(types[name], "__origin__", None) is tuple:
             value = [part.strip() for part in value.split(",") if part.strip()]
         try:
-            values[name] = msgspec.convert(value, types[name], strict=not (source == "environment"))
+            values[name] = msgspec.convert(value, types[name], strict=source != "environment")
         except msgspec.ValidationError as e:
             raise ConfigError(f"{source}: {name.replace('_', '-')}: {e}") from None
     return values

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from types import TracebackType
 
 import msgspec
 from quart import Response
@@ -80,9 +79,7 @@ class EventBody(ResponseBody):
     async def __aenter__(self) -> EventBody:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._disarm()
         self._turns.close()
 

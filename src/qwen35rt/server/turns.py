@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from contextlib import suppress
 from typing import Protocol
 
 from ..config import SERVER_LIMITS
@@ -120,9 +120,7 @@ class Turns:
     async def __aenter__(self) -> Turns:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     async def next(self, timeout: float | None = None) -> tuple[int, Event] | None:
@@ -139,11 +137,9 @@ class Turns:
                 return None
             until = self._deadline if wait_until is None else min(self._deadline, wait_until)
             self._arrived.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(until - now):
                     await self._arrived.wait()
-            except TimeoutError:
-                pass
         index, event = self._events.popleft()
         self._bytes -= _size(event)
         if self._paused and self._bytes <= self._max_bytes // 2:
@@ -168,10 +164,8 @@ class Turns:
             self._observe(index, event, time.perf_counter())
         if isinstance(event, Delta) and not self._deltas:
             return
-        try:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._take, index, event)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            pass
 
     def _take(self, index: int, event: Event) -> None:
         if not isinstance(event, Delta):
