@@ -22,7 +22,7 @@ from .model import Loaded
 from .record import Record
 from .settings import ServerSettings
 from .stream import answer
-from .turns import Places, Turns
+from .turns import Pace, Turns
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Service:
     def __init__(self, settings: ServerSettings, open_model: Callable[[], Loaded] | None = None) -> None:
         self.settings = settings
         self.guard = Guard(settings)
-        self.places = Places(settings.parallel + settings.queue_places)
+        self.pace = Pace()
         self.metrics = Metrics(self._snapshot, settings.metrics_compat)
         self.failure: Exception | None = None
         self.loaded = threading.Event()
@@ -116,11 +116,12 @@ class Service:
 
     async def run(self, record: Record, model: Loaded, build: Callable[[], Job]) -> Response:
         """Take a place, make the job off the event loop, run it, answer. Raises what refuses it."""
-        place = self.places.take()
+        place = model.engine.reserve()
         record.at_end(place.release)
+        self.pace.begin()
+        record.at_end(self.pace.end)
         accepted = time.perf_counter()
         job = await self.in_pool(build)
-        self.check_ready()  # tokenising may have taken a while
         self.metrics.submitted(job.plans)
         turns = Turns(
             model.engine,
@@ -138,7 +139,7 @@ class Service:
     def retry_after(self, error: BaseException) -> int:
         """Seconds after which a refused request may come again."""
         if isinstance(error, QueueFull | OutOfMemory):
-            return self.places.retry_after()
+            return self.pace.retry_after()
         return 5 if isinstance(error, ModelLoading) else 1
 
     def refused(self, error: BaseException) -> None:
