@@ -1,13 +1,11 @@
-"""The Python interface: load() and Model. Puts file, tokeniser, template, device and session together."""
+"""The Python interface: load() and Model. One caller at a time drives a core of the engine, under a lock."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,19 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .backends.base import Float, KvType, Limits
+from .backends.base import Batch, Float, KvType
 from .config import ENGINE
-from .device import Choice, choose_device
-from .engine.result import Completion
-from .engine.session import Session, Turn
-from .errors import ConfigError, ContextLengthExceeded, EngineStopped, ModelFileError, TemplateError
-from .model.example import example_model
-from .model.gguf_file import GgufFile, open_gguf
-from .model.source import Source, open_source
+from .engine.core import Core, Event
+from .engine.result import Completion, Delta
+from .engine.sampler import make_workspace
+from .engine.sizes import pool_limits
+from .engine.turn import Turn
+from .errors import ContextLengthExceeded, EngineStopped, TemplateError
+from .parts import Parts, check_count, open_parts
 from .plan import Plan, check_ids, make_plan, sampling_params
-from .tokenizer import ChatTemplate, Tokenizer, build_tokenizer, read_chat_template
-
-log = logging.getLogger(__name__)
+from .tokenizer import ChatTemplate
 
 Message = Mapping[str, Any]
 ProgressFn = Callable[[str, int, int], None]
@@ -55,84 +51,35 @@ def load(
     without it the file is read as it is used.
     Raises ModelFileError or UnsupportedModel for the file, BackendUnavailable for the device, ConfigError for the rest.
     """
-    choice = choose_device(device, threads, isa)
-    log.info("%s", choice.description)
     rows = ENGINE.n_batch if n_batch is None else n_batch
-    for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", rows, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise ConfigError(f"{name} is {value!r}; a whole number of at least {low} is needed")
-    if path is None:
-        log.info("no model was named: a tiny example model is used, which only shows that things work")
-    source = open_source(path, progress)
-    tokenizer = _tokenizer(source.file)
-    if tokenizer.n_vocab != source.program.n_vocab:
-        raise ModelFileError(
-            f"{source.path}: the tokenizer has {tokenizer.n_vocab} tokens and the model {source.program.n_vocab}"
-        )
-    return Model(source, tokenizer, choice, _context(n_ctx, source), rows, kv_dtype)
-
-
-def open_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokeniser of a model file (None: the example model) without its weights."""
-    with open_gguf(example_model() if path is None else path) as file:
-        return _tokenizer(file)
-
-
-def _tokenizer(file: GgufFile) -> Tokenizer:
-    """The file's tokeniser; errors name the file."""
-    with _naming(file):
-        return build_tokenizer(file.metadata)
-
-
-@contextmanager
-def _naming(file: GgufFile) -> Iterator[None]:
-    """Faults of keys that are read without their file name it too."""
-    try:
-        yield
-    except ModelFileError as e:
-        if str(file.path) in str(e):
-            raise
-        raise type(e)(f"{file.path}: {e}") from None
-
-
-def _context(asked: int | None, source: Source) -> int:
-    own = source.hparams.n_ctx_train
-    if asked == 0:
-        return own
-    if asked is not None and asked > own:
-        log.warning("the context is %d tokens: the model has no more, %d were asked for", own, asked)
-    return min(own, ENGINE.n_ctx if asked is None else asked)
+    check_count("n_batch", rows, 1)
+    return Model(open_parts(path, device, threads, isa, n_ctx, progress), rows, kv_dtype)
 
 
 class Model:
-    """An open model with one sequence. Calls from several threads wait for each other.
+    """An open model that runs one sequence at a time. Calls from several threads wait for each other; streams that are
+    read in turns share it, each going on where it was.
 
     ``path``, ``metadata``, ``n_ctx``, ``n_vocab`` describe it. Use it as a context manager or call ``close``.
     """
 
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, choice: Choice, n_ctx: int, n_batch: int, kv_dtype: KvType = "f16"
-    ) -> None:
+    def __init__(self, parts: Parts, n_batch: int = ENGINE.n_batch, kv_dtype: KvType = "f16") -> None:
+        source, tokenizer, choice = parts.source, parts.tokenizer, parts.choice
+        self.parts = parts
         self.path: Path = source.path
         self.metadata: Mapping[str, Any] = source.file.metadata
-        self.n_ctx, self.n_vocab = n_ctx, tokenizer.n_vocab
+        self.n_ctx, self.n_vocab = parts.n_ctx, tokenizer.n_vocab
         self.device, self.device_description = choice.backend.name, choice.description
         self.description = source.description
-        self._source = source
-        self._tokenizer = tokenizer
-        with _naming(source.file):
-            self._template: ChatTemplate | None = read_chat_template(self.metadata, tokenizer.vocab)
-        # Two slots: the second keeps a state for prompts that share the beginning.
-        limits = Limits(
-            rows=min(n_batch, n_ctx),
-            out_rows=min(n_batch, n_ctx, ENGINE.logits_rows),
-            slots=2,
-            pages=-(-n_ctx // ENGINE.page_tokens),
-            page_tokens=ENGINE.page_tokens,
-            kv_dtype=kv_dtype,
+        self._source, self._tokenizer, self._template = source, tokenizer, parts.template
+        state = source.program.state
+        page_bytes = state.page_bytes(ENGINE.page_tokens, 2 if kv_dtype == "f16" else 4)
+        limits = pool_limits(
+            source.program, self.n_ctx, n_batch, 1, self._cache_bytes(state.state_bytes(), page_bytes), kv_dtype
         )
         self._executable = choice.backend.compile(source.program, limits)
-        self._session = Session(self._executable, tokenizer)
+        self._workspace = make_workspace(self.n_vocab)
+        self._core = self._new_core()
         self._lock = threading.RLock()
         self._closed = False
 
@@ -158,11 +105,12 @@ class Model:
         out = np.empty((len(ids), self.n_vocab), np.float32)
         with self._lock:
             self._check_open()
-            self._session.reset()
             slice_rows = self._executable.limits.out_rows
-            for at in range(0, len(ids), slice_rows):
-                piece = ids[at : at + slice_rows]
-                out[at : at + len(piece)] = self._session.step(piece, range(len(piece)))[0]
+            with self._core.lend(len(ids)) as (slot, pages):
+                for at in range(0, len(ids), slice_rows):
+                    piece = ids[at : at + slice_rows]
+                    batch = Batch.single(piece, at, pages, slot, range(len(piece)))
+                    out[at : at + len(piece)] = self._executable.run(batch)[0]
         return out
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
@@ -234,7 +182,10 @@ class Model:
         """
         accepted = time.perf_counter()
         params = sampling_params(sampling, self.metadata, self.n_vocab)
-        ids, keep_at = self._chat_ids(messages, tools, enable_thinking, template_options or {})
+        given = dict(template_options or {})
+        if enable_thinking is not None:
+            given["enable_thinking"] = enable_thinking
+        ids, keep_at = self._need_template().chat_prompt(self._tokenizer, messages, tools, **given)
         plan = make_plan(
             ids,
             params,
@@ -257,7 +208,6 @@ class Model:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._session.reset()
                 self._executable.close()
                 self._source.file.close()
 
@@ -271,7 +221,31 @@ class Model:
         self, plan: Plan, accepted: float, progress: ProgressFn | None, cancelled: Callable[[], bool] | None
     ) -> Stream:
         self._check_open()
-        return Stream(self._session.turn(plan, accepted, progress, cancelled), self._lock)
+        return Stream(self, Turn(plan, self._tokenizer, accepted, self._workspace), progress, cancelled)
+
+    def _step(self, turn: Turn) -> list[Event]:
+        """One step for a turn; -> what happened to it. Others are paused meanwhile, as they are between their steps."""
+        core = self._core
+        if not turn.begun and turn not in core.waiting:
+            core.add(turn)
+        turn.paused = False
+        try:
+            return [event for of, event in core.step() if of is turn]
+        except BaseException:  # how far the step came is not known: all that is in the pools is lost
+            self._core = self._new_core()
+            for other in [*(s.turn for s in core.running), *core.waiting]:
+                if other is not turn:
+                    self._core.add(other)
+            raise
+        finally:
+            turn.paused = True
+
+    def _new_core(self) -> Core:
+        exe = self._executable
+        return Core(exe, self._tokenizer, 1, self._cache_bytes(exe.state_bytes, exe.page_bytes))
+
+    def _cache_bytes(self, state_bytes: int, page_bytes: int) -> int:
+        return ENGINE.cache_states * state_bytes + -(-self.n_ctx // ENGINE.page_tokens) * page_bytes
 
     def _finish(self, stream: Stream) -> Completion:
         with self._lock:
@@ -285,22 +259,6 @@ class Model:
         ids = self._tokenizer.encode(prompt, special=parse_special)
         vocab = self._tokenizer.vocab
         return [vocab.bos, *ids] if vocab.add_bos and vocab.bos is not None else ids
-
-    def _chat_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        enable_thinking: bool | None,
-        options: Mapping[str, Any],
-    ) -> tuple[list[int], int]:
-        """-> ids of the prompt, and where its last message ends: the next prompt most likely shares what is before."""
-        template = self._need_template()
-        given = dict(options)
-        if enable_thinking is not None:
-            given["enable_thinking"] = enable_thinking
-        ids = template.render_ids(self._tokenizer, messages, tools, **given)
-        before = template.render_ids(self._tokenizer, messages, tools, add_generation_prompt=False, **given)
-        return ids, len(before) if ids[: len(before)] == before else 0
 
     def _need_template(self) -> ChatTemplate:
         if self._template is None:
@@ -321,11 +279,17 @@ def _as_list(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
 
 
 class Stream:
-    """An iterator over the pieces of an answer; ``completion`` holds the result once it has ended."""
+    """An iterator over the pieces of an answer; ``completion`` holds the result once it has ended.
 
-    def __init__(self, turn: Turn, lock: AbstractContextManager[Any]) -> None:
-        self._turn, self._lock = turn, lock
-        self._deltas = iter(turn)
+    One that is closed, or that nobody holds any more, is cancelled.
+    """
+
+    def __init__(
+        self, model: Model, turn: Turn, progress: ProgressFn | None, cancelled: Callable[[], bool] | None
+    ) -> None:
+        self._model, self._turn = model, turn
+        self._progress, self._cancelled = progress, cancelled
+        self._shown = -1  # tokens of the prompt that were reported
         self._ended = False
 
     def __iter__(self) -> Iterator[str]:
@@ -333,19 +297,50 @@ class Stream:
 
     def __next__(self) -> str:
         while not self._ended:
-            with self._lock:
-                delta = next(self._deltas, None)
-            if delta is None:
-                self._ended = True
-            elif delta.text:
-                return delta.text
+            with self._model._lock:
+                text = self._advance()
+            if text:
+                return text
         raise StopIteration
 
     def close(self) -> None:
         """Stop here; ``completion`` then says "cancelled" unless the answer had ended."""
-        self._ended = True
+        self._turn.cancelled = self._ended = True
+
+    def __del__(self) -> None:
+        self._turn.cancelled = True
 
     @property
     def completion(self) -> Completion:
         """The result of the turn: complete at the end, what there is so far before."""
         return self._turn.completion
+
+    def _advance(self) -> str:
+        """One step; -> text that became final with it."""
+        self._model._check_open()
+        turn = self._turn
+        if self._cancelled is not None and turn.finish_reason is None and self._cancelled():
+            turn.cancelled = True
+        self._report()
+        text = ""
+        try:
+            for event in self._model._step(turn):
+                if isinstance(event, Delta):
+                    text += event.text
+                else:
+                    self._ended = True
+                    if not isinstance(event, Completion):
+                        raise event
+        except BaseException:
+            self._ended = True
+            raise
+        self._report()
+        return text
+
+    def _report(self) -> None:
+        """Progress of the prompt, without what came from a kept state."""
+        turn = self._turn
+        done = turn.prompt_computed
+        if self._progress is not None and turn.finish_reason != "cancelled" and done > self._shown:
+            self._shown = done
+            self._progress("prompt", done, len(turn.plan.ids) - turn.cached)
