@@ -99,9 +99,7 @@ class ServerDefaults:
 
     host: str = "127.0.0.1"
     port: int = 8_080
-    parallel: int = 4  # sequences that run at once
-    queue: int = 64  # waiting requests; at least queue_per_slot times parallel
-    queue_per_slot: int = 4
+    queue_per_slot: int = 4  # waiting requests, if that is more than the engine's own number
     sse_ping: float = 15.0  # silence in a stream after which a comment is sent; 0: never
     first_event: float = 15.0  # a stream's status line waits so long for the first event
     write_timeout: float = 60.0  # a client that does not read for so long is given up

@@ -8,8 +8,9 @@ from typing import cast
 from quart import Response, request
 
 from .. import __version__
+from ..errors import EngineRestarting, Qwen35Error
 from .answer import Json
-from .errors import EngineRestarting, ModelLoading, NoModel, describe
+from .errors import describe
 from .metrics import CONTENT_TYPE
 from .record import KEY, Record
 from .service import Service
@@ -58,9 +59,7 @@ async def version(service: Service, record: Record) -> Response:
 def _reason(service: Service) -> Exception:
     try:
         service.check_ready()
-    except (ModelLoading, NoModel, EngineRestarting) as e:
-        return e
-    except Exception as e:
+    except Qwen35Error as e:
         return e
     return EngineRestarting("the engine is being restarted")
 

@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeVar
 from quart import Response
 
 from ..config import SERVER
-from ..errors import EngineStopped, OutOfMemory, QueueFull, Qwen35Error
+from ..engine.engine import EngineSnapshot
+from ..errors import EngineLoading, EngineRestarting, EngineStopped, OutOfMemory, QueueFull, Qwen35Error
 from .answer import Job
-from .errors import EngineRestarting, ModelLoading, ModelNotFound, NoModel, row_of
+from .errors import ModelNotFound, NoModel, row_of
 from .guard import Guard
 from .metrics import Metrics
 from .model import Loaded
@@ -68,9 +69,9 @@ class Service:
 
     @property
     def model(self) -> Loaded:
-        """The loaded model. Raises ModelLoading or NoModel."""
+        """The loaded model. Raises EngineLoading or NoModel."""
         if self._model is None:
-            raise ModelLoading("the model is being loaded") if not self.loaded.is_set() else NoModel("no model")
+            raise EngineLoading("the model is being loaded") if not self.loaded.is_set() else NoModel("no model")
         return self._model
 
     @property
@@ -95,7 +96,7 @@ class Service:
         if state == "degraded":
             raise EngineRestarting("the engine is being restarted")
         if state == "loading":
-            raise ModelLoading("the model is being loaded")
+            raise EngineLoading("the model is being loaded")
         return self.model
 
     def check_model(self, name: str | None, record: Record) -> Loaded:
@@ -140,7 +141,7 @@ class Service:
         """Seconds after which a refused request may come again."""
         if isinstance(error, QueueFull | OutOfMemory):
             return self.pace.retry_after()
-        return 5 if isinstance(error, ModelLoading) else 1
+        return 5 if isinstance(error, EngineLoading) else 1
 
     def refused(self, error: BaseException) -> None:
         """Count a request that was not admitted."""
@@ -162,9 +163,8 @@ class Service:
             self.failure = e
         self.loaded.set()
 
-    def _snapshot(self) -> Any:
-        snapshot = getattr(self._model.engine, "snapshot", None) if self._model is not None else None
-        return None if snapshot is None else snapshot()
+    def _snapshot(self) -> EngineSnapshot | None:
+        return None if self._model is None else self._model.engine.snapshot()
 
 
 def _header(text: str) -> str:
