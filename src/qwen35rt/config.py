@@ -107,7 +107,7 @@ class ServerDefaults:
     body_timeout: float = 60.0
     keep_alive: float = 5.0  # idle connections and slow headers
     shutdown_timeout: float = 30.0
-    tokenizer_threads: int = 2
+    short_body: int = 64 << 10  # bytes; longer bodies are worked on in a thread of their own
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from quart import Quart, Response, request
 
+from ..config import SERVER
 from . import completions, health
 from .answer import Json
 from .errors import NotBuiltYet, describe
@@ -23,7 +24,6 @@ from .stream import json_response
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Service, Record], Awaitable[Response]]
-_PARSE_IN_POOL = 256 << 10  # bytes of a body whose decoding would hold up the event loop
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ async def post_completions(service: Service, record: Record) -> Response:
     """POST /v1/completions."""
     raw = cast(bytes, await request.get_data())
     parse = partial(completions.parse, raw, service.settings)
-    body = await service.in_pool(parse) if len(raw) > _PARSE_IN_POOL else parse()
+    body = await service.off_loop(parse, len(raw)) if len(raw) > SERVER.short_body else parse()
     note_ignored(record, body.ignored)
     model = service.check_model(body.value.model, record)
-    return await service.run(record, model, partial(completions.build, body, model, service.settings, record))
+    build = partial(completions.build, body, model, service.settings, record)
+    return await service.run(record, model, build, len(raw))
 
 
 def note_ignored(record: Record, names: tuple[str, ...]) -> None:

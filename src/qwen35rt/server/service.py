@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from quart import Response
 
@@ -47,7 +47,8 @@ class Service:
         self.draining = False
         self._open_model = open_model
         self._model: Loaded | None = None
-        self._pool = ThreadPoolExecutor(SERVER.tokenizer_threads, "qwen35rt-text")
+        # One thread each: short texts stay in the order of their arrival and never wait for long ones.
+        self._short, self._long = (ThreadPoolExecutor(1, f"qwen35rt-{name}") for name in ("short", "long"))
         self._odd_names: set[str] = set()
 
     def start(self) -> None:
@@ -59,7 +60,8 @@ class Service:
 
     def close(self) -> None:
         """Release what the service holds; the engine was stopped before."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._model is not None:
             self._model.close()
 
@@ -111,18 +113,22 @@ class Service:
                 log.warning("a request names the model %r; %r answers", name[:100], model.facts.id)
         return model
 
-    async def in_pool(self, work: Callable[..., T], *args: Any) -> T:
-        """Run ``work`` off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+    async def off_loop(self, work: Callable[[], T], size: int) -> T:
+        """Run ``work`` on ``size`` bytes of a body off the event loop."""
+        pool = self._long if size > SERVER.short_body else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    async def run(self, record: Record, model: Loaded, build: Callable[[], Job]) -> Response:
-        """Take a place, make the job off the event loop, run it, answer. Raises what refuses it."""
+    async def run(self, record: Record, model: Loaded, build: Callable[[], Job], size: int) -> Response:
+        """Take a place, make the job off the event loop, run it, answer. Raises what refuses it.
+
+        ``size``: bytes of the body that the job is made of.
+        """
         place = model.engine.reserve()
         record.at_end(place.release)
         self.pace.begin()
         record.at_end(self.pace.end)
         accepted = time.perf_counter()
-        job = await self.in_pool(build)
+        job = await self.off_loop(build, size)
         self.metrics.submitted(job.plans)
         turns = Turns(
             model.engine,
