@@ -17,7 +17,7 @@ import numpy as np
 from qwen35rt.backends.base import StepReport
 from qwen35rt.engine.engine import EngineSnapshot, Sink
 from qwen35rt.engine.turn import Turn
-from qwen35rt.errors import Cancelled, QueueFull, Qwen35Error
+from qwen35rt.errors import Cancelled, EngineStopped, QueueFull, Qwen35Error
 from qwen35rt.plan import Plan
 from qwen35rt.server.model import Loaded, ModelFacts
 from qwen35rt.tokenizer import Tokenizer, build_tokenizer
@@ -162,11 +162,19 @@ class FakeEngine:
         with self._wake:
             self._wake.notify_all()
 
-    def close(self) -> None:
+    def drain(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self.places and not self._ended and time.monotonic() < end:
+            time.sleep(0.005)
+        self.stop()
+
+    def stop(self) -> None:
         with self._wake:
             self._ended = True
             self._wake.notify_all()
         self._thread.join()
+        for job in self.waiting + self.running:
+            self._end(job, EngineStopped("stopped"))
 
     def _active(self) -> bool:
         jobs = self.waiting + self.running
@@ -323,6 +331,12 @@ class Exchange:
         async with asyncio.timeout(seconds):
             await self.task
         return self
+
+
+async def started(exchange: Exchange, events: int = 1) -> Exchange:
+    """Wait until a stream has given so many events."""
+    await exchange.until(lambda: len(exchange.lines) >= events)
+    return exchange
 
 
 async def eventually(test: Callable[[], bool], seconds: float = 3.0) -> None:
