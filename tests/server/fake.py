@@ -232,7 +232,8 @@ def ended(turn: Turn) -> bool:
 
 
 class Exchange:
-    """One request over ASGI. ``messages``: what came back. ``gate``: while it is clear the client does not read."""
+    """One request over ASGI. ``messages``: what came back. ``gate``: while it is clear the client does not read;
+    ``stop_at``: a part of the body that clears it."""
 
     def __init__(
         self,
@@ -244,6 +245,7 @@ class Exchange:
         *,
         query: bytes = b"",
         complete: bool = True,
+        stop_at: bytes | None = None,
     ) -> None:
         given = [(k.lower().encode(), v.encode("latin-1")) for k, v in headers]
         if not any(k == b"host" for k, _ in given):
@@ -263,6 +265,7 @@ class Exchange:
             "server": ("localhost", 80),
             "extensions": {},
         }
+        self._stop_at = stop_at
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": not complete})
         self.messages: list[dict[str, Any]] = []
@@ -274,6 +277,8 @@ class Exchange:
     async def _send(self, message: dict[str, Any]) -> None:
         await self.gate.wait()
         self.messages.append(dict(message))
+        if self._stop_at is not None and self._stop_at in message.get("body", b""):
+            self.gate.clear()
         self._news.set()
 
     def leave(self) -> None:

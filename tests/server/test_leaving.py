@@ -119,8 +119,9 @@ async def test_c62_every_request_is_counted_once(server: Server) -> None:
 
 @asynchronous
 async def test_c63_closing_after_the_terminal_chunk_is_a_success(server: Server) -> None:
-    stream = server.begin({"prompt": "a", "stream": True})
+    stream = server.begin({"prompt": "a", "stream": True}, stop_at=b'"finish_reason":"stop"')
     await stream.until(lambda: b'"finish_reason":"stop"' in stream.body)
+    assert stream.messages[-1]["more_body"]
     stream.leave()
     await stream.end()
     assert server.counts() == {("success", "200"): 1}
@@ -134,11 +135,12 @@ async def test_c53_a_client_that_does_not_read_pauses_its_own_turn(make: Make) -
     await started(stream, 1)
     stream.gate.clear()
     await eventually(lambda: bool(server.engine.running) and server.engine.running[0].turn.paused)
+    await asyncio.sleep(0.05)  # for the step under way
     drawn = server.engine.running[0].draws
     other = await server.post({"prompt": "b", "max_tokens": 50})
     assert other.json["usage"]["completion_tokens"] == 50
     assert server.engine.running[0].draws == drawn
-    assert 4096 * 3 // 4 // 336 <= drawn - len(stream.lines) < 100
+    assert (drawn - len(stream.lines)) * 250 < 4096, "more is held than the buffer allows"
     stream.gate.set()
     await stream.end(60)
     assert stream.text == "x" * 3999

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from typing import Any
 
@@ -256,3 +257,21 @@ async def test_what_is_left_after_draining_ends_with_an_error(server: Server) ->
     assert (await stream.end()).events[-1]["error"]["code"] == "shutting_down"
     assert (await whole.end()).error["code"] == "shutting_down"
     assert server.counts() == {("failure", "503"): 2}
+
+
+@asynchronous
+async def test_c17_short_prompts_do_not_wait_for_long_ones(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = server.engine.tokenizer.encode
+    go = threading.Event()
+
+    def slow(text: str, special: bool = False) -> list[int]:
+        if len(text) > 1000:
+            assert go.wait(10)
+        return encode(text[:10], special)
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", slow)
+    long = server.begin({"prompt": "z" * 2000, "x": "y" * 100_000})
+    await eventually(lambda: bool(server.engine.places))
+    assert (await server.post({"prompt": "a"})).status == 200
+    go.set()
+    assert (await long.end()).status == 200

@@ -6,6 +6,7 @@ Owns waiting, back-pressure and withdrawal. Knows no JSON.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -106,6 +107,7 @@ class Turns:
         self._events: deque[tuple[int, Event]] = deque()
         self._arrived = asyncio.Event()
         self._running = len(plans)
+        self._lock = threading.Lock()  # guards the two counts that both threads change
         self._bytes, self._max_bytes = 0, max_bytes
         self._paused = self._closed = False
         self._tickets: Sequence[Ticket] = ()
@@ -135,9 +137,11 @@ class Turns:
                 async with asyncio.timeout(until - now):
                     await self._arrived.wait()
         index, event = self._events.popleft()
-        self._bytes -= _size(event)
-        if self._paused and self._bytes <= self._max_bytes // 2:
-            self._paused = False
+        with self._lock:
+            self._bytes -= _size(event)
+            resumed = self._paused and self._bytes <= self._max_bytes // 2
+            self._paused = self._paused and not resumed
+        if resumed:
             for ticket in self._tickets:
                 ticket.resume()
         return index, event
@@ -156,10 +160,22 @@ class Turns:
         """Called by the engine in its thread."""
         if self._observe is not None:
             self._observe(index, event, time.perf_counter())
-        if isinstance(event, Delta) and not self._deltas:
-            return
+        if isinstance(event, Delta):
+            if not self._deltas:
+                return
+            self._hold_back(event)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._take, index, event)
+
+    def _hold_back(self, delta: Delta) -> None:
+        """Pause where a reader is far behind. Done in the engine's thread: the event loop may be behind as well."""
+        with self._lock:
+            self._bytes += _size(delta)
+            paused = not self._paused and bool(self._tickets) and self._bytes > 3 * self._max_bytes // 4
+            self._paused = self._paused or paused
+        if paused:
+            for ticket in self._tickets:
+                ticket.pause()
 
     def _take(self, index: int, event: Event) -> None:
         if not isinstance(event, Delta):
@@ -167,11 +183,6 @@ class Turns:
         if self._closed:
             return
         self._events.append((index, event))
-        self._bytes += _size(event)
-        if not self._paused and self._bytes > 3 * self._max_bytes // 4:
-            self._paused = True
-            for ticket in self._tickets:
-                ticket.pause()
         self._arrived.set()
 
 
