@@ -108,11 +108,11 @@ class Corpus:
             raise ValueError(f"the template does not extend its prompt: {prompt!r} and {whole!r}")
         return prompt, whole[len(prompt) :].rstrip("\n")
 
-    def example(self, sample: Sample, tokenizer: Tokenizer) -> Example:
-        """Token ids; prompt and answer are tokenised apart, as when the model runs."""
+    def example(self, sample: Sample, tokenizer: Tokenizer, most: int | None = None) -> Example:
+        """Token ids; prompt and answer are tokenised apart, as when the model runs. ``most``: of the answer."""
         prompt, answer = self.text(sample)
         head = tokenizer.encode(prompt, add_special_tokens=False).ids
-        return Example(head + tokenizer.encode(answer, add_special_tokens=False).ids, len(head))
+        return Example(head + tokenizer.encode(answer, add_special_tokens=False).ids[:most], len(head))
 
     def texts(self, count: int, seed: int) -> Iterator[str]:
         """Text for the tokenizer: training conversations as the template writes them, without its markers."""
