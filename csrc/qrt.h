@@ -80,9 +80,19 @@ typedef struct {
 } qrt_op;
 
 typedef struct {
-    int32_t n_rows, n_seqs, n_out, page_width;
+    int32_t n_rows, n_seqs, n_out, page_width, n_saves;
     const int32_t *tokens, *positions, *row_offsets, *starts, *slots, *pages, *out_rows;
+    const int32_t *sources; // [n_seqs] slots from which states are read where starts > 0
+    const int32_t *save_rows, *save_slots; // [n_saves] rows, rising: the state after each also goes
+                                           // to its slot
 } qrt_batch;
+
+// The first save at row `row` or later: its number, n_saves if there is none.
+static inline int32_t qrt_first_save(const qrt_batch *b, int64_t row) {
+    int32_t i = 0;
+    while (i < b->n_saves && b->save_rows[i] < row) i++;
+    return i;
+}
 
 // State pools. KV: [layer][page][kv_head][page_tokens][head_dim], kv_bytes each: 2 (float16) or 4
 // (float32).

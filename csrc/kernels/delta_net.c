@@ -133,6 +133,13 @@ static void walk_padded(const walk *w) {
         memcpy(w->state + r * w->d, s + r * ld, (size_t)w->d * sizeof *s);
 }
 
+// Rows of a head's state in a slot, from row `value`.
+INLINE float *state_at(const qrt_op *op, const qrt_state *st, int32_t slot, int64_t head,
+                       int64_t value) {
+    int64_t layer = (int64_t)slot * st->delta_layers + op->layer;
+    return st->delta + ((layer * st->v_heads + head) * st->d + value) * st->d;
+}
+
 // q, k: [T, key heads, d]   v, out: [T, heads, d]   gates: [T, 2 * heads], log decays then betas
 // state: [slot][layer][heads][d values][d keys] float32, updated in place
 static void delta_net(const qrt_op *op, const qrt_ctx *c) {
@@ -150,22 +157,32 @@ static void delta_net(const qrt_op *op, const qrt_ctx *c) {
     for (; unit < end; unit = even ? unit + 1 : qrt_take(c)) {
         int64_t s = unit / (heads * parts), h = unit / parts % heads,
                 value = unit % parts * QRT_DELTA_ROWS;
-        int64_t slot = (int64_t)b->slots[s] * st->delta_layers + op->layer;
         walk w = {.op = op,
-                  .row = b->row_offsets[s],
-                  .n = b->row_offsets[s + 1] - b->row_offsets[s],
                   .head = h,
                   .value = value,
                   .values = d - value < QRT_DELTA_ROWS ? d - value : QRT_DELTA_ROWS,
-                  .state = st->delta + ((slot * heads + h) * d + value) * d,
+                  .state = state_at(op, st, b->slots[s], h, value),
                   .d = d,
                   .scratch = (float *)(void *)c->scratch};
-        if (w.n == 0) continue;
-        if (b->starts[s] == 0) memset(w.state, 0, (size_t)(w.values * d) * sizeof(float));
-        if (d % QF || d % GROUP) {
-            walk_padded(&w);
-        } else {
-            walk_rows(&w, w.state, d, NULL);
+        const size_t bytes = (size_t)(w.values * d) * sizeof(float);
+        if (b->starts[s] == 0) {
+            memset(w.state, 0, bytes);
+        } else if (b->sources[s] != b->slots[s]) {
+            memcpy(w.state, state_at(op, st, b->sources[s], h, value), bytes);
+        }
+        // One walk from save to save: cutting a walk changes no bit.
+        int64_t last = b->row_offsets[s + 1];
+        int32_t save = qrt_first_save(b, b->row_offsets[s]);
+        for (int64_t row = b->row_offsets[s]; row < last; row += w.n) {
+            bool saved = save < b->n_saves && b->save_rows[save] < last;
+            w.row = row;
+            w.n = (saved ? b->save_rows[save] + 1 : last) - row;
+            if (d % QF || d % GROUP) {
+                walk_padded(&w);
+            } else {
+                walk_rows(&w, w.state, d, NULL);
+            }
+            if (saved) memcpy(state_at(op, st, b->save_slots[save++], h, value), w.state, bytes);
         }
     }
 }

@@ -138,6 +138,12 @@ INLINE void window(const float **rows, int taps, const float *x, int64_t ld, con
     }
 }
 
+// A slot's state of this layer from channel `at`.
+INLINE float *conv_state(const qrt_op *op, const qrt_state *st, int32_t slot, int64_t at) {
+    int64_t layer = (int64_t)slot * st->delta_layers + op->layer;
+    return st->conv + (layer * st->channels + at) * (st->conv_kernel - 1);
+}
+
 // x, out: [T, channels]   w: [channels, taps]   state: [slot][layer][channels][taps - 1], updated
 static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
     const qrt_state *st = c->state;
@@ -154,12 +160,10 @@ static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
         taps_in(op->vec[0] + at * taps, taps, n, w);
         for (int s = 0; s < b->n_seqs; s++) {
             int64_t first = b->row_offsets[s], rows = b->row_offsets[s + 1] - first;
-            int64_t slot = (int64_t)b->slots[s] * st->delta_layers + op->layer;
-            float *state = st->conv + (slot * channels + at) * (taps - 1);
             if (b->starts[s] == 0) {
                 memset(before, 0, (size_t)(taps - 1) * QRT_CONV_BLOCK * sizeof(float));
             } else {
-                taps_in(state, taps - 1, n, before);
+                taps_in(conv_state(op, st, b->sources[s], at), taps - 1, n, before);
             }
             const float *x = op->in[0].ptr + first * op->in[0].ld + at, *from[MAX_TAPS];
             float *out = op->out.ptr + first * op->out.ld + at;
@@ -173,9 +177,14 @@ static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
                 if (i < n)
                     qf_store_part(out + i, convolve(from, w, taps, i, (int)(n - i)), (int)(n - i));
             }
-            window(from, taps, x, op->in[0].ld, before,
-                   rows); // its first entries are the newest inputs
-            taps_out(state, taps - 1, n, from);
+            // The first entries of the window one row later are the newest inputs.
+            window(from, taps, x, op->in[0].ld, before, rows);
+            taps_out(conv_state(op, st, b->slots[s], at), taps - 1, n, from);
+            for (int i = qrt_first_save(b, first); i < b->n_saves; i++) {
+                if (b->save_rows[i] >= first + rows) break;
+                window(from, taps, x, op->in[0].ld, before, b->save_rows[i] - first + 1);
+                taps_out(conv_state(op, st, b->save_slots[i], at), taps - 1, n, from);
+            }
         }
     }
 }

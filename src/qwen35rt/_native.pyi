@@ -40,6 +40,9 @@ def run(
     pages: _Ints,
     page_width: int,
     out_rows: _Ints,
+    sources: _Ints,
+    save_rows: _Ints,
+    save_slots: _Ints,
     seconds: npt.NDArray[np.float64] | None,
 ) -> int:
     """One step; returns a status of csrc/qrt.h (0: done)."""

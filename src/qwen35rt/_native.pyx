@@ -14,7 +14,7 @@ cdef extern from "qrt.h":
     ctypedef struct qrt_state:
         pass
     ctypedef struct qrt_batch:
-        int32_t n_rows, n_seqs, n_out, page_width
+        int32_t n_rows, n_seqs, n_out, page_width, n_saves
         const int32_t *tokens
         const int32_t *positions
         const int32_t *row_offsets
@@ -22,6 +22,9 @@ cdef extern from "qrt.h":
         const int32_t *slots
         const int32_t *pages
         const int32_t *out_rows
+        const int32_t *sources
+        const int32_t *save_rows
+        const int32_t *save_slots
     ctypedef void (*dequantize_fn)(const uint8_t *, float *, int64_t) noexcept nogil
     ctypedef struct qrt_kernels:
         const char *isa
@@ -100,7 +103,8 @@ cdef const int32_t *_ints(const int32_t[::1] a) noexcept:
 def run(str isa, Pool pool, const uint8_t[::1] ops, const uint8_t[::1] state,
         const int32_t[::1] tokens, const int32_t[::1] positions, const int32_t[::1] row_offsets,
         const int32_t[::1] starts, const int32_t[::1] slots, const int32_t[::1] pages, int page_width,
-        const int32_t[::1] out_rows, double[::1] seconds):
+        const int32_t[::1] out_rows, const int32_t[::1] sources, const int32_t[::1] save_rows,
+        const int32_t[::1] save_slots, double[::1] seconds):
     cdef const qrt_kernels *k = _kernels(isa)
     cdef qrt_batch batch
     cdef int n_ops = <int>(ops.shape[0] // <Py_ssize_t>sizeof(qrt_op))
@@ -119,6 +123,10 @@ def run(str isa, Pool pool, const uint8_t[::1] ops, const uint8_t[::1] state,
     batch.slots = _ints(slots)
     batch.pages = _ints(pages)
     batch.out_rows = _ints(out_rows)
+    batch.sources = _ints(sources)
+    batch.n_saves = <int32_t>save_rows.shape[0]
+    batch.save_rows = _ints(save_rows)
+    batch.save_slots = _ints(save_slots)
     with nogil:
         status = qrt_run(k, pool.pool, <const qrt_op *>&ops[0], n_ops, &batch, <const qrt_state *>&state[0], times)
     return status

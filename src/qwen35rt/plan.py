@@ -28,11 +28,32 @@ SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) | set(_ALIAS
 
 
 @dataclass(frozen=True)
+class Markup:
+    """The tags of a chat answer, as token ids; None where the vocabulary has no such token.
+
+    Stop strings act outside reasoning and calls only. ``reasoning``: the prompt ends inside reasoning. ``budget``:
+    tokens of reasoning after which the ids ``closing`` are written, -1: no bound. ``one_call``: the answer ends behind
+    its first call.
+    """
+
+    reasoning: bool = False
+    think: int | None = None
+    think_end: int | None = None
+    call: int | None = None
+    call_end: int | None = None
+    budget: int = -1
+    closing: tuple[int, ...] = ()
+    one_call: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """A turn that can run: every limit is checked and the seed is fixed.
 
-    ``budget``: tokens to generate at most (C20). ``keep_at``: a position in the prompt whose state is worth keeping,
-    since later prompts are likely to share the tokens before it; 0: none.
+    ``budget``: tokens to generate at most (C20). ``keep_at``: positions in the prompt, rising, whose state is worth
+    keeping since later prompts are likely to share the tokens before it. ``choice``: which answer to the prompt this
+    is; the random number of a token depends on seed, choice and position only (C27). ``prompt_logprobs``: those of
+    the prompt's tokens are wanted too. ``banned``: ids that are never drawn.
     """
 
     ids: tuple[int, ...]
@@ -42,7 +63,11 @@ class Plan:
     include_stop: bool = False
     skip_special: bool = True
     cache: bool = True
-    keep_at: int = 0
+    keep_at: tuple[int, ...] = ()
+    choice: int = 0
+    prompt_logprobs: bool = False
+    banned: frozenset[int] = frozenset()
+    markup: Markup | None = None
 
 
 def sampling_params(given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: int) -> SamplingParams:
@@ -83,12 +108,13 @@ def make_plan(
     include_stop: bool = False,
     skip_special: bool = True,
     cache: bool = True,
-    keep_at: int = 0,
+    keep_at: Sequence[int] = (),
+    **others: Any,
 ) -> Plan:
     """Check a tokenised prompt against the context and the vocabulary, and fix budget and seed.
 
-    ``max_tokens`` None: 256; -1: up to the end of the context. Raises RequestError (an empty prompt, an id that the
-    vocabulary lacks: B84) and ContextLengthExceeded (B83, C18).
+    ``max_tokens`` None: 256; -1: up to the end of the context. ``others``: further fields of the plan, as they are.
+    Raises RequestError (an empty prompt, an id that the vocabulary lacks: B84) and ContextLengthExceeded (B83, C18).
     """
     limit = ENGINE.max_tokens if max_tokens is None else max_tokens
     if isinstance(limit, bool) or not isinstance(limit, int) or not -1 <= limit <= SAMPLING_LIMITS.max_tokens:
@@ -106,7 +132,8 @@ def make_plan(
         include_stop=include_stop,
         skip_special=skip_special,
         cache=cache,
-        keep_at=keep_at if 0 < keep_at < len(ids) else 0,
+        keep_at=tuple(sorted({at for at in keep_at if 0 < at < len(ids)})),
+        **others,
     )
 
 

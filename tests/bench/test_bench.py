@@ -29,6 +29,7 @@ class Fake:
     """An executable that notes what it is asked to do."""
 
     limits = Limits(rows=64, out_rows=1, slots=2, pages=100)
+    state_bytes = page_bytes = 0
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -43,6 +44,12 @@ class Fake:
         self.log.append(("copy", source, target))
 
     def read_slot(self, slot: int) -> tuple[Float, Float]:
+        raise NotImplementedError
+
+    def write_slot(self, slot: int, delta: Float, conv: Float) -> None:
+        raise NotImplementedError
+
+    def copy_page(self, source: int, target: int) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

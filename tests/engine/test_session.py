@@ -30,6 +30,7 @@ class Spy:
 
     def __init__(self, inner: Executable) -> None:
         self.inner, self.limits = inner, inner.limits
+        self.state_bytes, self.page_bytes = inner.state_bytes, inner.page_bytes
         self.steps: list[int] = []
         self.devices: Iterator[str] | None = None
         self.fail_at = -1
@@ -49,6 +50,12 @@ class Spy:
 
     def read_slot(self, slot: int) -> tuple[Float, Float]:
         return self.inner.read_slot(slot)
+
+    def write_slot(self, slot: int, delta: Float, conv: Float) -> None:
+        self.inner.write_slot(slot, delta, conv)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.inner.copy_page(source, target)
 
     def close(self) -> None:
         self.inner.close()

@@ -186,12 +186,14 @@ static void route(void) {
     for (int u = 0; u < USED; u++) check("scores that are not numbers", out[u] == (float)u);
 }
 
-// Two sequences: rows 0..9 begin in slot 2, rows 10..22 go on in slot 0. The first one again in
-// pieces.
+// Two sequences: rows 0..9 begin in slot 2, rows 10..22 go on from slot 1 in slot 0. Saved: the
+// states after a row of each that reach into what came before the step, and after a last row. The
+// first one again in pieces.
 static void conv(int channels, int taps) {
-    enum { LAYERS = 2, ROWS = 23, SLOTS = 3 };
+    enum { LAYERS = 2, ROWS = 23, SLOTS = 6, SAVES = 3 };
     const int64_t one = (int64_t)channels * (taps - 1), all = SLOTS * LAYERS * one;
-    int32_t offsets[3] = {0, 10, ROWS}, starts[2] = {0, 5}, slots[2] = {2, 0};
+    int32_t offsets[3] = {0, 10, ROWS}, starts[2] = {0, 5}, slots[2] = {2, 0}, sources[2] = {2, 1};
+    int32_t save_rows[SAVES] = {1, 9, 10}, save_slots[SAVES] = {5, 3, 4};
     float *x = random_floats(ROWS * channels, 1), *w = random_floats(channels * taps, 1),
           *before = random_floats(all, 1);
     float *out = unset_floats(ROWS * channels), *again = unset_floats(ROWS * channels);
@@ -201,7 +203,8 @@ static void conv(int channels, int taps) {
     for (int s = 0; s < 2; s++)
         for (int t = offsets[s]; t < offsets[s + 1]; t++)
             for (int c = 0; c < channels; c++) {
-                const float *old = before + (slots[s] * LAYERS + 1) * one + (int64_t)c * (taps - 1);
+                const float *old =
+                    before + (sources[s] * LAYERS + 1) * one + (int64_t)c * (taps - 1);
                 double sum = 0;
                 for (int i = 0; i < taps; i++) {
                     const int at = t - offsets[s] - (taps - 1) + i;
@@ -214,8 +217,15 @@ static void conv(int channels, int taps) {
             }
     qrt_state state = {
         .conv = after, .delta_layers = LAYERS, .channels = channels, .conv_kernel = taps};
-    qrt_batch batch = {
-        .n_rows = ROWS, .n_seqs = 2, .row_offsets = offsets, .starts = starts, .slots = slots};
+    qrt_batch batch = {.n_rows = ROWS,
+                       .n_seqs = 2,
+                       .n_saves = SAVES,
+                       .row_offsets = offsets,
+                       .starts = starts,
+                       .slots = slots,
+                       .sources = sources,
+                       .save_rows = save_rows,
+                       .save_slots = save_slots};
     qrt_op op = {.kind = QRT_CONV1D_SILU,
                  .layer = 1,
                  .vec = {w},
@@ -231,13 +241,36 @@ static void conv(int channels, int taps) {
                     right && after[(slots[s] * LAYERS + 1) * one + (int64_t)c * (taps - 1) + i] ==
                                  x[(offsets[s + 1] - taps + 1 + i) * channels + c];
     check("state", right);
-    check_same("state of another layer", after, before, 4 * one);
+    for (int s = 0; s < SLOTS; s++)
+        check_same("state of another layer", after + 2 * s * one, before + 2 * s * one, 4 * one);
+    check_same("state of another slot", after + 2 * one, before + 2 * one, 4 * 2 * one);
+    right = true;
+    for (int k = 0; k < SAVES; k++) {
+        const int s = save_rows[k] >= offsets[1];
+        for (int c = 0; c < channels; c++)
+            for (int i = 0; i < taps - 1; i++) {
+                const int at = save_rows[k] - offsets[s] - (taps - 2) + i;
+                const float *old =
+                    before + (sources[s] * LAYERS + 1) * one + (int64_t)c * (taps - 1);
+                const float value = at >= 0     ? x[(offsets[s] + at) * channels + c]
+                                    : starts[s] ? old[at + taps - 1]
+                                                : 0;
+                right = right &&
+                        after[(save_slots[k] * LAYERS + 1) * one + (int64_t)c * (taps - 1) + i] ==
+                            value;
+            }
+    }
+    check("saved state", right);
     const int cuts[] = {0, 1, 2, 4, 10};
     state.conv = pieces;
     for (int k = 0; k < 4; k++) {
         int32_t piece[2] = {0, cuts[k + 1] - cuts[k]}, start[1] = {cuts[k]};
-        qrt_batch part = {
-            .n_rows = piece[1], .n_seqs = 1, .row_offsets = piece, .starts = start, .slots = slots};
+        qrt_batch part = {.n_rows = piece[1],
+                          .n_seqs = 1,
+                          .row_offsets = piece,
+                          .starts = start,
+                          .slots = slots,
+                          .sources = slots};
         op.in[0].ptr = x + cuts[k] * channels, op.out.ptr = again + cuts[k] * channels;
         run_op(&op, &part, &state, 3);
     }

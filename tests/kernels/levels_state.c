@@ -25,11 +25,14 @@ static void delta_head(delta_shape s, int h, const float *qkv, const float *gate
     }
 }
 
+// Sequence 0 begins in slot 2; sequence 1 goes on from slot 1 in slot 0. Saved: row 4, the last row
+// of sequence 0, and a row of sequence 1.
 static void delta_net(delta_shape s) {
-    enum { ROWS = 40, LAYERS = 2, SLOTS = 3 };
+    enum { ROWS = 40, LAYERS = 2, SLOTS = 6, SAVES = 3 };
     const int d = s.d, width = (2 * s.k_heads + s.v_heads) * d, out_width = s.v_heads * d;
     const int64_t one = (int64_t)out_width * d, all = SLOTS * LAYERS * one;
-    int32_t offsets[3] = {0, 25, ROWS}, starts[2] = {0, 7}, slots[2] = {2, 0};
+    int32_t offsets[3] = {0, 25, ROWS}, starts[2] = {0, 7}, slots[2] = {2, 0}, sources[2] = {2, 1};
+    int32_t save_rows[SAVES] = {4, 24, 30}, save_slots[SAVES] = {5, 3, 4};
     float *x = random_floats(ROWS * width, 0.5), *gates = random_floats(ROWS * 2 * s.v_heads, 1);
     float *before = random_floats(all, 0.3), *after = copy_of(before, 4 * all),
           *pieces = copy_of(before, 4 * all);
@@ -51,15 +54,22 @@ static void delta_net(delta_shape s) {
     }
     for (int q = 0; q < 2; q++)
         for (int h = 0; h < s.v_heads; h++) {
-            const int64_t at = (slots[q] * LAYERS + 1) * one + (int64_t)h * d * d;
+            const int64_t at = (sources[q] * LAYERS + 1) * one + (int64_t)h * d * d;
             double *state = want_state + q * one + h * d * d;
             for (int i = 0; i < d * d; i++) state[i] = starts[q] ? before[at + i] : 0;
             delta_head(s, h, x + offsets[q] * width, gates + offsets[q] * 2 * s.v_heads,
                        offsets[q + 1] - offsets[q], state, want + offsets[q] * out_width);
         }
     qrt_state pools = {.delta = after, .delta_layers = LAYERS, .v_heads = s.v_heads, .d = d};
-    qrt_batch batch = {
-        .n_rows = ROWS, .n_seqs = 2, .row_offsets = offsets, .starts = starts, .slots = slots};
+    qrt_batch batch = {.n_rows = ROWS,
+                       .n_seqs = 2,
+                       .n_saves = SAVES,
+                       .row_offsets = offsets,
+                       .starts = starts,
+                       .slots = slots,
+                       .sources = sources,
+                       .save_rows = save_rows,
+                       .save_slots = save_slots};
     qrt_op op = {
         .kind = QRT_DELTA_NET,
         .layer = 1,
@@ -71,20 +81,33 @@ static void delta_net(delta_shape s) {
     for (int q = 0; q < 2; q++)
         check_near("state", after + (slots[q] * LAYERS + 1) * one, want_state + q * one, one, 2e-6);
     check_same("state of another slot", after + 2 * one, before + 2 * one, 4 * 2 * one);
-    check_same("state of another layer", after + 4 * one, before + 4 * one, 4 * one);
-    const int cuts[] = {0, 1, 2, 4, 5, 6, 25};
+    for (int q = 0; q < SLOTS; q++)
+        check_same("state of another layer", after + 2 * q * one, before + 2 * q * one, 4 * one);
+    const int cuts[] = {0, 1, 2, 4, 5, 6, 25, 31, ROWS};
     pools.delta = pieces;
-    for (int k = 0; k < 6; k++) {
-        int32_t piece[2] = {0, cuts[k + 1] - cuts[k]}, start[1] = {cuts[k]};
-        qrt_batch part = {
-            .n_rows = piece[1], .n_seqs = 1, .row_offsets = piece, .starts = start, .slots = slots};
+    for (int k = 0; k < 8; k++) {
+        const int q = k > 5;
+        int32_t piece[2] = {0, cuts[k + 1] - cuts[k]},
+                start[1] = {starts[q] + cuts[k] - offsets[q]};
+        qrt_batch part = {.n_rows = piece[1],
+                          .n_seqs = 1,
+                          .row_offsets = piece,
+                          .starts = start,
+                          .slots = slots + q,
+                          .sources = k == 6 ? sources + 1 : slots + q};
         qrt_op p = op;
         for (int i = 0; i < 3; i++) p.in[i].ptr += cuts[k] * width;
         p.in[3].ptr += cuts[k] * 2 * s.v_heads;
         p.out.ptr = again + cuts[k] * out_width;
         run_op(&p, &part, &pools, 1 + k % 3);
+        for (int i = 0; i < SAVES; i++) {
+            if (cuts[k + 1] != save_rows[i] + 1) continue;
+            check_same("saved state", after + (save_slots[i] * LAYERS + 1) * one,
+                       pieces + (slots[q] * LAYERS + 1) * one, 4 * one);
+        }
     }
-    check_same("pieces", out, again, 4 * 25 * out_width);
+    check_same("pieces", out, again, 4 * ROWS * out_width);
+    check_same("state after pieces", after, pieces, 4 * 2 * LAYERS * one);
     check_same("state after pieces", after + 5 * one, pieces + 5 * one, 4 * one);
     release_all();
 }

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError
+from ..errors import BackendError, ConfigError
 from ..model.program import Program
 
 Float = npt.NDArray[np.float32]
@@ -39,6 +39,10 @@ class Limits:
             raise ConfigError(f"no pages of type {self.kv_dtype!r}; known: {', '.join(get_args(KvType))}")
 
 
+def _nothing() -> Int:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of one step. Rows of one sequence are adjacent and in order.
@@ -48,6 +52,11 @@ class Batch:
     numbers of each sequence in order, wide enough for starts + rows of the step (unused entries -1);
     out_rows int32 [N]: rows whose logits are wanted. A sequence with start 0 begins with a zero state, whatever its
     slot holds.
+
+    sources int32 [S]: the slot from which a sequence with start > 0 takes its state; the new state goes to its entry
+    of ``slots`` and the source stays as it is. Several sequences may share one. By default the same as ``slots``.
+    save_rows, save_slots int32 [M]: the recurrent state after row save_rows[i] of the step, of the sequence that the
+    row belongs to, is also written to slot save_slots[i]. Rows rise. Results do not depend on what is saved.
     """
 
     tokens: Int
@@ -57,12 +66,25 @@ class Batch:
     slots: Int
     pages: Int
     out_rows: Int
+    sources: Int = field(default_factory=_nothing)
+    save_rows: Int = field(default_factory=_nothing)
+    save_slots: Int = field(default_factory=_nothing)
+
+    def __post_init__(self) -> None:
+        if not self.sources.size:
+            object.__setattr__(self, "sources", self.slots)
 
     @staticmethod
     def single(
-        tokens: Sequence[int] | Int, start: int, pages: Int, slot: int = 0, out_rows: Sequence[int] | None = None
+        tokens: Sequence[int] | Int,
+        start: int,
+        pages: Int,
+        slot: int = 0,
+        out_rows: Sequence[int] | None = None,
+        saves: Sequence[tuple[int, int]] = (),
+        source: int | None = None,
     ) -> Batch:
-        """A step of one text sequence; by default logits of its last row only."""
+        """A step of one text sequence; by default logits of its last row only. ``saves``: (row, slot) pairs."""
         ids = np.asarray(tokens, np.int32)
         n = len(ids)
         pos = np.broadcast_to(np.arange(start, start + n, dtype=np.int32), (3, n)).copy()
@@ -75,7 +97,76 @@ class Batch:
             np.array([slot], np.int32),
             np.asarray(pages, np.int32).reshape(1, -1),
             np.asarray(rows, np.int32),
+            np.array([slot if source is None else source], np.int32),
+            np.array([row for row, _ in saves], np.int32),
+            np.array([to for _, to in saves], np.int32),
         )
+
+
+def check_batch(batch: Batch, limits: Limits, n_vocab: int) -> None:
+    """Raise BackendError where a batch does not fit the limits or contradicts itself.
+
+    Backends trust a batch that passed: every number in it that is used as an index is tested here.
+    """
+    n, count, pages = batch.tokens.size, batch.starts.size, batch.pages.shape[-1:]
+    if not 1 <= n <= limits.rows:
+        raise BackendError(f"a step of {n} rows; the limit is {limits.rows} and the least is 1")
+    if batch.out_rows.size > limits.out_rows:
+        raise BackendError(f"logits of {batch.out_rows.size} rows are wanted; the limit is {limits.out_rows}")
+    shapes: dict[str, tuple[int, ...]] = {"tokens": (n,), "positions": (3, n), "row_offsets": (count + 1,)}
+    shapes |= {"starts": (count,), "slots": (count,), "sources": (count,), "pages": (count, *pages)}
+    shapes |= {"out_rows": (batch.out_rows.size,)} | dict.fromkeys(("save_rows", "save_slots"), (batch.save_rows.size,))
+    for name, shape in shapes.items():
+        array: Int = getattr(batch, name)
+        if array.dtype != np.int32 or array.shape != shape or not array.flags.c_contiguous:
+            raise BackendError(f"{name} must be contiguous int32 {shape}; it is {array.dtype} {array.shape}")
+    counts = np.diff(batch.row_offsets)
+    if batch.row_offsets[0] != 0 or batch.row_offsets[-1] != n or np.any(counts < 1):
+        raise BackendError("row_offsets must rise from 0 to the number of rows, one sequence after the other")
+    if not _within(batch.tokens, n_vocab):
+        raise BackendError(f"a token is not below the vocabulary's size {n_vocab}")
+    if not _within(batch.out_rows, n):
+        raise BackendError("out_rows names a row that the step does not have")
+    if batch.starts.min() < 0:
+        raise BackendError("a sequence starts before its first token")
+    for start, rows, row in zip(batch.starts.tolist(), counts.tolist(), batch.pages, strict=True):
+        used = row[: -(-(start + rows) // limits.page_tokens)]
+        if used.size * limits.page_tokens < start + rows or not _within(used, limits.pages):
+            raise BackendError(
+                f"a sequence of {start + rows} tokens lacks pages or names one that is not below {limits.pages}"
+            )
+    _check_slots(batch, limits)
+
+
+def _check_slots(batch: Batch, limits: Limits) -> None:
+    targets = [*batch.slots.tolist(), *batch.save_slots.tolist()]
+    if not _within(batch.slots, limits.slots) or len(set(batch.slots.tolist())) != batch.slots.size:
+        raise BackendError(f"each sequence needs a slot of its own below {limits.slots}")
+    if not _within(batch.save_rows, batch.tokens.size) or np.any(np.diff(batch.save_rows) < 1):
+        raise BackendError("save_rows must rise and name rows of the step")
+    if not _within(batch.save_slots, limits.slots) or len(set(targets)) != len(targets):
+        raise BackendError(f"each saved state needs a slot below {limits.slots} that the step writes nothing else to")
+    if not _within(batch.sources, limits.slots):
+        raise BackendError(f"sources names a slot that is not below {limits.slots}")
+    for start, source, slot in zip(batch.starts.tolist(), batch.sources.tolist(), batch.slots.tolist(), strict=True):
+        if start > 0 and source != slot and source in targets:
+            raise BackendError(f"sources: the step overwrites slot {source}, from which a sequence takes its state")
+
+
+def _within(numbers: Int, limit: int) -> bool:
+    return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < limit)
+
+
+def check_number(kind: str, number: int, count: int) -> None:
+    """Raise BackendError unless ``number`` is that of one of ``count`` slots or pages."""
+    if not 0 <= number < count:
+        raise BackendError(f"{kind} {number} is not one of the {count} {kind}s")
+
+
+def check_state(given: npt.NDArray[Any], shape: tuple[int, ...], name: str) -> None:
+    """Raise BackendError unless a state to be written has the shape of a slot's."""
+    if given.shape != shape:
+        raise BackendError(f"the {name} state of a slot is {shape}; given was {given.shape}")
 
 
 @dataclass(frozen=True)
@@ -99,6 +190,16 @@ class Executable(Protocol):
 
     limits: Limits
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot: the recurrent state of one sequence."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys and values of all layers."""
+        ...
+
     def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
         """One step: -> logits [N, n_vocab] of the wanted rows (valid until the next call), and what was done.
 
@@ -107,11 +208,22 @@ class Executable(Protocol):
         ...
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Copy a recurrent state (delta and conv state of all layers)."""
+        """Copy a recurrent state (delta and conv state of all layers). Raises BackendError for an unknown slot."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy keys and values of all layers. Raises BackendError for an unknown page."""
         ...
 
     def read_slot(self, slot: int) -> tuple[Float, Float]:
-        """-> delta state [layers, v_heads, d (value), d (key)], conv state [layers, channels, kernel - 1]; copies."""
+        """-> delta state [layers, v_heads, d (value), d (key)], conv state [layers, channels, kernel - 1]; copies.
+
+        Raises BackendError for an unknown slot.
+        """
+        ...
+
+    def write_slot(self, slot: int, delta: Float, conv: Float) -> None:
+        """Put back what read_slot gave. Raises BackendError for an unknown slot or another shape."""
         ...
 
     def close(self) -> None:

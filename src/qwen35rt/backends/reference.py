@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import BackendError
 from ..model.program import Op, Program, View
-from .base import Batch, Limits, StepReport
+from .base import Batch, Limits, StepReport, check_batch, check_number, check_state
 
 if TYPE_CHECKING:
     from ..model.weights import QTensor
@@ -60,7 +60,7 @@ class ReferenceExecutable:
         Values that are not finite pass through without a warning: finding them is the caller's business.
         """
         began = time.perf_counter()
-        check_batch(batch, self.limits)
+        check_batch(batch, self.limits, self.program.n_vocab)
         unknown = set(keep) - {v.name for v in self.program.values}
         if unknown:
             raise BackendError(f"the program has no value named {sorted(unknown)[0]!r}")
@@ -68,6 +68,8 @@ class ReferenceExecutable:
             if seq.start == 0:
                 self.delta[seq.slot] = 0
                 self.conv[seq.slot] = 0
+            elif seq.source != seq.slot:
+                self.copy_slot(seq.source, seq.slot)
         made: dict[int, Array] = {}
         op_seconds: dict[str, float] = {}
         with np.errstate(all="ignore"):
@@ -88,21 +90,42 @@ class ReferenceExecutable:
             self._weights[id(tensor)] = tensor.dequantize().astype(self.dtype)
         return self._weights[id(tensor)]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot."""
+        return (self.delta.nbytes + self.conv.nbytes) // self.limits.slots
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return (self.keys.nbytes + self.values.nbytes) // self.limits.pages
+
     def copy_slot(self, source: int, target: int) -> None:
         """Copy a recurrent state."""
-        self._check_slot(source)
-        self._check_slot(target)
+        check_number("slot", source, self.limits.slots)
+        check_number("slot", target, self.limits.slots)
         self.delta[target] = self.delta[source]
         self.conv[target] = self.conv[source]
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy keys and values of all layers."""
+        check_number("page", source, self.limits.pages)
+        check_number("page", target, self.limits.pages)
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
     def read_slot(self, slot: int) -> tuple[Array, Array]:
         """-> delta state [layers, v_heads, d (value), d (key)], conv state [layers, channels, kernel - 1]; copies."""
-        self._check_slot(slot)
+        check_number("slot", slot, self.limits.slots)
         return self.delta[slot].copy(), self.conv[slot].copy()
 
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.limits.slots:
-            raise BackendError(f"slot {slot} is not one of the {self.limits.slots} slots")
+    def write_slot(self, slot: int, delta: Array, conv: Array) -> None:
+        """Put back what read_slot gave."""
+        check_number("slot", slot, self.limits.slots)
+        check_state(delta, self.delta.shape[1:], "delta")
+        check_state(conv, self.conv.shape[1:], "conv")
+        self.delta[slot] = delta
+        self.conv[slot] = conv
 
     def close(self) -> None:
         """Drop the dequantised weights."""
@@ -113,42 +136,24 @@ class ReferenceExecutable:
 
 
 class SequenceRows(NamedTuple):
-    """One sequence of a batch: its rows of the step, tokens that it had before, its slot and pages."""
+    """One sequence of a batch: its rows of the step, tokens that it had before, where its state comes from and goes to,
+    its pages, and for each of its rows after which the state is saved, the slot."""
 
     rows: slice
     start: int
+    source: int
     slot: int
     pages: npt.NDArray[np.int32]
+    saves: dict[int, int]
 
 
 def sequences(batch: Batch) -> Iterator[SequenceRows]:
     """The sequences of a batch in order."""
+    saves = dict(zip(batch.save_rows.tolist(), batch.save_slots.tolist(), strict=True))
     for s, (begin, end) in enumerate(zip(batch.row_offsets[:-1], batch.row_offsets[1:], strict=True)):
-        yield SequenceRows(slice(int(begin), int(end)), int(batch.starts[s]), int(batch.slots[s]), batch.pages[s])
-
-
-def check_batch(batch: Batch, limits: Limits) -> None:
-    """Raise BackendError where a batch does not fit the limits or contradicts itself."""
-    n, offsets, count = len(batch.tokens), batch.row_offsets, len(batch.starts)
-    if not 1 <= n <= limits.rows:
-        raise BackendError(f"a step of {n} rows; the limit is {limits.rows} and the least is 1")
-    if len(batch.out_rows) > limits.out_rows:
-        raise BackendError(f"logits of {len(batch.out_rows)} rows are wanted; the limit is {limits.out_rows}")
-    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != n or np.any(np.diff(offsets) < 1):
-        raise BackendError("row_offsets must rise from 0 to the number of rows, one sequence after the other")
-    if batch.positions.shape != (3, n) or len(batch.slots) != count or len(batch.pages) != count:
-        raise BackendError("positions must be [3, rows]; starts, slots and pages need an entry per sequence")
-    if len(batch.out_rows) and (batch.out_rows.min() < 0 or batch.out_rows.max() >= n):
-        raise BackendError("out_rows names a row that the step does not have")
-    if batch.slots.min() < 0 or batch.slots.max() >= limits.slots or len(set(batch.slots.tolist())) != count:
-        raise BackendError(f"each sequence needs a slot of its own below {limits.slots}")
-    if batch.starts.min() < 0:
-        raise BackendError("a sequence starts before its first token")
-    for seq in sequences(batch):
-        end = seq.start + seq.rows.stop - seq.rows.start
-        used = seq.pages[: -(-end // limits.page_tokens)]
-        if len(used) * limits.page_tokens < end or used.min() < 0 or used.max() >= limits.pages:
-            raise BackendError(f"a sequence of {end} tokens lacks pages or names one that is not below {limits.pages}")
+        rows = slice(int(begin), int(end))
+        own = {row: slot for row, slot in saves.items() if rows.start <= row < rows.stop}
+        yield SequenceRows(rows, int(batch.starts[s]), int(batch.sources[s]), int(batch.slots[s]), batch.pages[s], own)
 
 
 def read_view(made: dict[int, Array], view: View) -> Array:
@@ -196,10 +201,7 @@ def rms(x: Array, eps: float) -> Array:
 
 
 def embed(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
-    table = exe.weight(op.weights[0])
-    if batch.tokens.min() < 0 or batch.tokens.max() >= len(table):
-        raise BackendError(f"a token is not below the vocabulary's size {len(table)}")
-    return table[batch.tokens]
+    return exe.weight(op.weights[0])[batch.tokens]
 
 
 def rms_norm(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) -> Array:
@@ -264,6 +266,9 @@ def conv1d_silu(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]
         n = len(past) - (taps - 1)
         out[seq.rows] = silu(np.asarray(sum(past[i : i + n] * w[:, i] for i in range(taps))))
         state[:] = past[n:].T
+        for row, slot in seq.saves.items():
+            after = row - seq.rows.start + 1
+            exe.conv[slot, op.layer] = past[after : after + taps - 1].T
     return out
 
 
@@ -295,6 +300,8 @@ def delta_net(exe: ReferenceExecutable, batch: Batch, op: Op, ins: list[Array]) 
             error = v[t] - (state @ k[t][:, :, None])[:, :, 0]
             state += (beta[t][:, None] * error)[:, :, None] * k[t][:, None, :]
             out[t] = (state @ q[t][:, :, None])[:, :, 0]
+            if t in seq.saves:
+                exe.delta[seq.saves[t], op.layer] = state
     return out
 
 

@@ -12,6 +12,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens whose state was reused
+    reasoning_tokens: int = 0  # of the completion, up to and with the tag that ends reasoning
 
     @property
     def total_tokens(self) -> int:
@@ -93,6 +94,7 @@ class Completion:
     ``ids``: the counted tokens. ``finish_reason``: "stop", "length" or "cancelled". ``stop_reason``: the stop string or
     stop token id that ended it, else None. ``on_gpu``: measured; true only if every op of every step of this turn ran
     on a GPU, false if no step ran. ``seed``: the one used; the same seed gives the same text again.
+    ``prompt_logprobs``: of each prompt token, None for the first; None unless the plan asked for them.
     """
 
     text: str
@@ -104,3 +106,4 @@ class Completion:
     timings: Timings
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None

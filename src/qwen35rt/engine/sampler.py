@@ -277,6 +277,22 @@ class Sampler:
             raise ValueError(f"logits have shape {logits.shape}, not ({self._n_vocab},)")
 
 
+def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Natural logarithm of the softmax of raw logits [n_vocab] at a token, and of the ``n_top`` best, best first.
+
+    Raises GenerationFailed where logits are NaN or +Inf.
+    """
+    top = float(logits.max())
+    if not np.isfinite(top):
+        _raise_for(_native.SAMPLE_NOT_FINITE)
+    total = top + float(np.log(np.exp(logits - top, dtype=np.float64).sum()))
+    if not n_top:
+        return float(logits[token]) - total, ()
+    best = np.argpartition(-logits, n_top - 1)[:n_top]
+    best = best[np.lexsort((best, -logits[best]))]
+    return float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in best)
+
+
 def make_workspace(n_vocab: int) -> npt.NDArray[np.uint8]:
     """Memory for draws from n_vocab logits; one thread may share it among all its samplers."""
     return np.empty(_native.sampler_workspace_bytes(n_vocab), np.uint8)

@@ -44,6 +44,7 @@ class Detokenizer:
         # Holds back an open character and gives one U+FFFD per maximal broken piece, as bytes.decode does.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # the longest tail that is a proper prefix of some stop (C35)
+        self.armed = True  # while False, stop strings do not act and nothing is held back for them
         self.stopped = False
         self.stop_reason: str | None = None
 
@@ -62,10 +63,11 @@ class Detokenizer:
         return text + rest
 
     def _take(self, text: str) -> str:
-        if not text or not self._stops:
+        if not self._stops or not (text or self._held):
             return text
-        window = self._held + text
-        self._held = ""
+        window, self._held = self._held + text, ""
+        if not self.armed:
+            return window
         # A match cannot start before the held-back tail: what was released could not become a stop.
         starts = [(at, len(stop), stop) for stop in self._stops if (at := window.find(stop)) >= 0]
         if starts:

@@ -16,7 +16,7 @@ from ...config import environment
 from ...cpu_count import usable_threads
 from ...errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
 from ...model.program import Program
-from ..base import Batch, Float, Int, Limits, StepReport
+from ..base import Batch, Float, Limits, StepReport, check_batch, check_number, check_state
 from .lower import Lowered, lower
 from .structs import STATE
 
@@ -92,6 +92,16 @@ class CpuExecutable:
         }
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot."""
+        return (self._delta.nbytes + self._conv.nbytes) // self.limits.slots
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return (self._k.nbytes + self._v.nbytes) // self.limits.pages
+
+    @property
     def threads(self) -> int:
         """Threads that work on a step."""
         return self._pool.threads
@@ -118,6 +128,9 @@ class CpuExecutable:
             batch.pages.reshape(-1),
             batch.pages.shape[1],
             batch.out_rows,
+            batch.sources,
+            batch.save_rows,
+            batch.save_slots,
             seconds,
         )
         if status:
@@ -138,12 +151,30 @@ class CpuExecutable:
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the recurrent state of a slot."""
+        check_number("slot", source, self.limits.slots)
+        check_number("slot", target, self.limits.slots)
         self._delta[target] = self._delta[source]
         self._conv[target] = self._conv[source]
 
     def read_slot(self, slot: int) -> tuple[Float, Float]:
         """Copies of the recurrent state of a slot; see Executable.read_slot."""
+        check_number("slot", slot, self.limits.slots)
         return self._delta[slot].copy(), self._conv[slot].copy()
+
+    def write_slot(self, slot: int, delta: Float, conv: Float) -> None:
+        """Put back what read_slot gave."""
+        check_number("slot", slot, self.limits.slots)
+        check_state(delta, self._delta.shape[1:], "delta")
+        check_state(conv, self._conv.shape[1:], "conv")
+        self._delta[slot] = delta
+        self._conv[slot] = conv
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy keys and values of all layers."""
+        check_number("page", source, self.limits.pages)
+        check_number("page", target, self.limits.pages)
+        self._k[:, target] = self._k[:, source]
+        self._v[:, target] = self._v[:, source]
 
     def close(self) -> None:
         """Stop the threads and release workspace and pools."""
@@ -159,39 +190,3 @@ class CpuExecutable:
             except MemoryError as e:
                 raise OutOfMemory(f"no memory for the workspace ({self.limits}); lower the rows of a step") from e
         return self._lowered[fuse]
-
-
-def check_batch(batch: Batch, limits: Limits, n_vocab: int) -> None:
-    """The C side trusts a batch: everything that it uses as an index is checked here. Raises BackendError."""
-    t, seqs = len(batch.tokens), len(batch.starts)
-    arrays: tuple[tuple[str, Int, tuple[int, ...]], ...] = (
-        ("tokens", batch.tokens, (t,)),
-        ("positions", batch.positions, (3, t)),
-        ("row_offsets", batch.row_offsets, (seqs + 1,)),
-        ("starts", batch.starts, (seqs,)),
-        ("slots", batch.slots, (seqs,)),
-        ("pages", batch.pages, (seqs, batch.pages.shape[-1])),
-        ("out_rows", batch.out_rows, (len(batch.out_rows),)),
-    )
-    for name, array, shape in arrays:
-        if array.dtype != np.int32 or array.shape != shape or not array.flags.c_contiguous:
-            raise BackendError(f"batch.{name}: need contiguous int32 {shape}, got {array.dtype} {array.shape}")
-    if not 0 < t <= limits.rows or len(batch.out_rows) > limits.out_rows:
-        raise BackendError(f"a step of {t} rows, {len(batch.out_rows)} of them wanted, does not fit {limits}")
-    counts = np.diff(batch.row_offsets)
-    if batch.row_offsets[0] != 0 or batch.row_offsets[-1] != t or (counts < 1).any():
-        raise BackendError("batch.row_offsets: must rise from 0 to the number of rows")
-    if len(set(batch.slots.tolist())) != seqs or not _within(batch.slots, limits.slots):
-        raise BackendError("batch.slots: must differ and be below the number of slots")
-    if not _within(batch.tokens, n_vocab) or not _within(batch.out_rows, t) or (batch.starts < 0).any():
-        raise BackendError("batch: a token, wanted row or start is out of range")
-    used_pages = -(-(batch.starts + counts) // limits.page_tokens)
-    if used_pages.max() > batch.pages.shape[1]:
-        raise BackendError("batch.pages: too few pages for the rows of the step")
-    for row, used in zip(batch.pages, used_pages, strict=True):
-        if not _within(row[:used], limits.pages):
-            raise BackendError("batch.pages: a page number is out of range")
-
-
-def _within(numbers: npt.NDArray[np.int32], limit: int) -> bool:
-    return not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < limit)

@@ -1,0 +1,184 @@
+"""One prompt and its answer: what is drawn, the text that becomes final, where it ends, and its result.
+
+Passive: who runs the model hands logits in. Knows nothing of slots, pages and other turns.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends.base import Float, StepReport
+from ..plan import Markup, Plan
+from ..tokenizer.base import Tokenizer
+from ..tokenizer.detok import Detokenizer
+from .result import Completion, Delta, Timings, TokenLogprob, Usage
+from .sampler import Sampler, logprob_of
+
+
+class Turn:
+    """``ids``: the prompt and the tokens drawn after it. ``finish_reason`` is None while the turn goes on.
+
+    ``cancelled`` and ``paused`` may be set from any thread; who runs the turn looks at them before each step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tokenizer: Tokenizer,
+        accepted: float | None = None,
+        workspace: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.ids = list(plan.ids)
+        self.cancelled = self.paused = False
+        self.finish_reason: str | None = "length" if plan.budget == 0 and not plan.prompt_logprobs else None
+        self._stop_reason: str | int | None = None
+        self._eog = tokenizer.eog
+        self._ends = tokenizer.eog.union(plan.params.stop_token_ids)
+        self._sampler = Sampler(
+            plan.params,
+            tokenizer.n_vocab,
+            tokenizer.vocab.unused | plan.banned,
+            tokenizer.eog,
+            prompt=plan.ids,
+            choice=plan.choice,
+            workspace=workspace,
+        )
+        self._detok = Detokenizer(tokenizer, plan.params.stop, plan.skip_special, plan.include_stop)
+        markup = plan.markup or Markup()
+        self._markup = markup
+        self._reasoning = markup.reasoning
+        self._detok.armed = not markup.reasoning
+        self._forced = list(markup.closing[::-1]) if markup.reasoning and markup.budget == 0 else []  # next one last
+        self._reasoning_tokens = 0
+        self._drawn: list[int] = []  # counted tokens: without a final one that ends the turn
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        self._sent_ids = self._sent_logprobs = 0
+        self._accepted = time.perf_counter() if accepted is None else accepted
+        self._first_step = self._first_token = self._last_token = 0.0
+        self._cached = self._prefilled = self._draws = self._steps = self._gpu_steps = 0
+
+    @property
+    def completion(self) -> Completion:
+        """The result; complete once ``finish_reason`` is set, what there is so far before."""
+        usage = Usage(len(self.plan.ids), len(self._drawn), self._cached, self._reasoning_tokens)
+        return Completion(
+            text="".join(self._text),
+            ids=list(self._drawn),
+            finish_reason=self.finish_reason or "cancelled",
+            stop_reason=self._stop_reason,
+            usage=usage,
+            on_gpu=self._steps > 0 and self._gpu_steps == self._steps,
+            timings=self._timings(),
+            seed=self.plan.seed,
+            logprobs=list(self._logprobs) if self.plan.params.logprobs is not None else None,
+            prompt_logprobs=list(self._prompt_logprobs) if self.plan.prompt_logprobs else None,
+        )
+
+    def began(self, cached: int) -> None:
+        """Its first step comes; ``cached`` tokens of the prompt are in the state already."""
+        if not self._first_step:
+            self._first_step = time.perf_counter()
+            self._cached = cached
+
+    def stepped(self, report: StepReport, prompt_rows: int) -> None:
+        """A step computed rows of this turn, ``prompt_rows`` of them for the first time and of the prompt."""
+        self._steps += 1
+        self._gpu_steps += report.on_gpu
+        self._prefilled += prompt_rows
+
+    def read_prompt(self, first: int, logits: Float) -> None:
+        """Logits [n, n_vocab] after the prompt's tokens from number ``first`` on, without those after the last one."""
+        n_top = self.plan.params.logprobs or 0
+        for at, row in enumerate(logits, first + 1):
+            token = self.plan.ids[at]
+            self._prompt_logprobs.append(TokenLogprob(token, *logprob_of(row, token, n_top)))
+
+    def draw(self, logits: Float) -> Delta:
+        """Draw the next token from logits [n_vocab] and account for it; -> what became final with it.
+
+        Sets ``finish_reason`` if the turn ends here; then no further step is needed (C32). Raises GenerationFailed.
+        """
+        if self.plan.budget == 0:
+            self.finish_reason = "length"
+            return self._delta("")
+        token = self._next_token(logits)
+        self._last_token = time.perf_counter()
+        if not self._draws:
+            self._first_token = self._last_token
+        self._draws += 1
+        if token in self._ends:
+            self.finish_reason = "stop"
+            self._stop_reason = None if token in self._eog else token
+            return self._delta(self._detok.finish())
+        self._sampler.accept(token)
+        self._drawn.append(token)
+        self.ids.append(token)
+        self._read_markup(token)
+        text = self._detok.push(token)
+        if self._detok.stopped:
+            self.finish_reason, self._stop_reason = "stop", self._detok.stop_reason
+        elif self.finish_reason is None and len(self._drawn) >= self.plan.budget:
+            self.finish_reason = "length"
+        return self._delta(text + self._detok.finish() if self.finish_reason is not None else text)
+
+    def cancel(self) -> Delta:
+        """End the turn where it is; -> text that was held back."""
+        self.finish_reason = "cancelled"
+        return self._delta(self._detok.finish())
+
+    def _next_token(self, logits: Float) -> int:
+        n_top = self.plan.params.logprobs
+        if self._forced:
+            token = self._forced.pop()
+            if n_top is not None:
+                self._logprobs.append(TokenLogprob(token, *logprob_of(logits, token, n_top)))
+            return token
+        drawn = self._sampler.sample(logits, self._draws)
+        if drawn.logprob is not None:
+            self._logprobs.append(TokenLogprob(drawn.id, drawn.logprob, drawn.top or ()))
+        return drawn.id
+
+    def _read_markup(self, token: int) -> None:
+        markup = self._markup
+        if self._reasoning:
+            self._reasoning_tokens += 1
+            if token == markup.think_end:
+                self._reasoning, self._detok.armed = False, True
+                self._forced.clear()
+            elif self._reasoning_tokens == markup.budget:
+                self._forced = list(markup.closing[::-1])
+        elif token == markup.think and len(self._drawn) == 1:
+            self._reasoning, self._detok.armed = True, False
+            self._reasoning_tokens += 1
+        elif token == markup.call:
+            self._detok.armed = False
+        elif token == markup.call_end:
+            self._detok.armed = True
+            if markup.one_call:
+                self.finish_reason = "stop"
+
+    def _delta(self, text: str) -> Delta:
+        self._text.append(text)
+        ids, logprobs = tuple(self._drawn[self._sent_ids :]), tuple(self._logprobs[self._sent_logprobs :])
+        self._sent_ids, self._sent_logprobs = len(self._drawn), len(self._logprobs)
+        return Delta(text, ids, logprobs)
+
+    def _timings(self) -> Timings:
+        def ms(start: float, end: float) -> float | None:
+            return 1e3 * (end - start) if start and end else None
+
+        return Timings(
+            cache_n=self._cached,
+            prompt_n=self._prefilled,
+            prompt_ms=ms(self._first_step, self._first_token),
+            predicted_n=self._draws,
+            predicted_ms=ms(self._first_token, self._last_token) if self._draws > 1 else None,
+            queue_ms=ms(self._accepted, self._first_step),
+            ttft_ms=ms(self._accepted, self._first_token),
+        )
