@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +96,46 @@ class EvaluationDefaults:
 
 
 @dataclass(frozen=True)
+class ServerDefaults:
+    """Settings of the HTTP server where neither flag, environment nor config file gives one. Times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8_080
+    parallel: int = 4  # sequences that run at once
+    queue: int = 64  # waiting requests; at least queue_per_slot times parallel
+    queue_per_slot: int = 4
+    sse_ping: float = 15.0  # silence in a stream after which a comment is sent; 0: never
+    first_event: float = 15.0  # a stream's status line waits so long for the first event
+    write_timeout: float = 60.0  # a client that does not read for so long is given up
+    request_timeout: float = 3_600.0
+    body_timeout: float = 60.0
+    keep_alive: float = 5.0  # idle connections and slow headers
+    shutdown_timeout: float = 30.0
+    tokenizer_threads: int = 2
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one request and one client may take; beyond them a request is refused."""
+
+    body_bytes: int = 32 << 20
+    header_bytes: int = 16 << 10
+    header_fields: int = 100
+    json_depth: int = 64
+    messages: int = 4_096
+    tools: int = 128
+    prompts: int = 1_024
+    open_requests: int = 4_096
+    stream_bytes: int = 256 << 10  # of a stream that its client has not read yet
+    error_bytes: int = 2_048  # of an error's message
+    ignored_names: int = 16  # in the header x-ignored-fields
+    ignored_name_chars: int = 64
+    request_id_chars: int = 128
+    max_retry_after: int = 120  # seconds
+    normal_shrink: int = 4  # bytes of a text are at most so many times those of its NFC form
+
+
+@dataclass(frozen=True)
 class Environment:
     """The QWEN35RT_* variables, read once by ``environment()``."""
 
@@ -113,6 +153,8 @@ TOKENIZER = TokenizerLimits()
 EVALUATION = EvaluationDefaults()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
+SERVER = ServerDefaults()
+SERVER_LIMITS = ServerLimits()
 
 
 def environment(source: Mapping[str, str] = os.environ) -> Environment:
@@ -124,6 +166,11 @@ def environment(source: Mapping[str, str] = os.environ) -> Environment:
     return Environment(
         isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"), wheel=get("WHEEL")
     )
+
+
+def server_environment(names: Iterable[str], source: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Flags of the server that are set as QWEN35RT_<FLAG>; empty values count as absent."""
+    return {name: value for name in names if (value := source.get(f"QWEN35RT_{name.upper()}"))}
 
 
 def cache_dir(source: Mapping[str, str] = os.environ) -> Path:

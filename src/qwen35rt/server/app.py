@@ -1,0 +1,197 @@
+"""The Quart application: the table of routes, the checks before a body is read, the form of errors.
+
+``create_app`` gives an ordinary Quart application that can be mounted elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from quart import Quart, Response, request
+
+from . import completions, health
+from .answer import Json
+from .errors import NotBuiltYet, describe
+from .record import KEY, Record, Recorder
+from .service import Service
+from .stream import json_response
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Service, Record], Awaitable[Response]]
+_PARSE_IN_POOL = 256 << 10  # bytes of a body whose decoding would hold up the event loop
+
+
+@dataclass(frozen=True)
+class Route:
+    """``handler`` None: announced for a later release, 501. ``key``: whether one is needed where keys are set."""
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Handler | None = None
+    key: bool = True
+    open: bool = False  # taken from pages of any origin too
+
+
+async def post_completions(service: Service, record: Record) -> Response:
+    """POST /v1/completions."""
+    raw = cast(bytes, await request.get_data())
+    parse = partial(completions.parse, raw, service.settings)
+    body = await service.in_pool(parse) if len(raw) > _PARSE_IN_POOL else parse()
+    note_ignored(record, body.ignored)
+    model = service.check_model(body.value.model, record)
+    return await service.run(record, model, partial(completions.build, body, model, service.settings, record))
+
+
+def note_ignored(record: Record, names: tuple[str, ...]) -> None:
+    """Tell the client and the log which fields had no effect (C8)."""
+    if names:
+        record.headers["x-ignored-fields"] = ", ".join(names)
+        log.info("request %s: fields without effect: %s", record.id, ", ".join(names))
+
+
+GET, POST = ("GET",), ("POST",)
+ROUTES: tuple[Route, ...] = (
+    Route("/v1/completions", POST, post_completions),
+    *(Route(path, GET, health.health, key=False, open=True) for path in ("/health", "/healthz", "/v1/health", "/ping")),
+    Route("/livez", GET, health.livez, key=False, open=True),
+    Route("/readyz", GET, health.health, key=False, open=True),
+    Route("/metrics", GET, health.metrics),
+    Route("/version", GET, health.version),
+    # Later stages, by name.
+    *(
+        Route(path, POST)
+        for path in (
+            "/v1/chat/completions",
+            "/v1/chat/completions/input_tokens",
+            "/tokenize",
+            "/detokenize",
+            "/apply-template",
+            "/slots/<id>",
+            "/v1/responses",
+            "/v1/responses/input_tokens",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/api/generate",
+            "/api/chat",
+            "/api/show",
+            "/api/embed",
+            "/v1/embeddings",
+            "/infill",
+            "/models/load",
+        )
+    ),
+    *(
+        Route(path, GET)
+        for path in (
+            "/v1/models",
+            "/v1/models/<path:id>",
+            "/props",
+            "/slots",
+            "/load",
+            "/openapi.json",
+            "/docs",
+            "/api/tags",
+            "/api/ps",
+            "/api/version",
+            "/lora-adapters",
+            "/",
+        )
+    ),
+)
+
+
+def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
+    """An application that serves ``service``; starting it starts loading the model."""
+    app = Quart(__name__, static_folder=None)
+    settings = service.settings
+    app.config.update(
+        MAX_CONTENT_LENGTH=settings.max_body,
+        BODY_TIMEOUT=settings.body_timeout,
+        RESPONSE_TIMEOUT=settings.write_timeout,
+        PROVIDE_AUTOMATIC_OPTIONS=False,
+        PROPAGATE_EXCEPTIONS=False,
+    )
+    app.url_map.merge_slashes = False
+    table: dict[str, Route] = {}
+    for route in routes:
+        name = f"{'_'.join(route.methods)} {route.path}".replace(".", "_")
+        table[name] = route
+        app.add_url_rule(
+            route.path,
+            endpoint=name,
+            view_func=partial(_serve, service, route),
+            methods=list(route.methods),
+            provide_automatic_options=False,
+        )
+    recorder = Recorder(app.asgi_app, service.metrics)  # type: ignore[arg-type]
+    app.asgi_app = recorder  # type: ignore[method-assign, assignment]
+    app.extensions["qwen35rt"] = recorder
+
+    @app.before_request
+    async def check() -> Response | None:
+        rule = request.url_rule
+        return _check(service, recorder, table.get(rule.endpoint) if rule is not None else None)
+
+    @app.errorhandler(Exception)
+    async def failed(error: Exception) -> Response:
+        return _error_response(service, error)
+
+    @app.before_serving
+    async def start() -> None:
+        service.start()
+
+    @app.after_serving
+    async def stop() -> None:
+        service.close()
+
+    return app
+
+
+async def _serve(service: Service, route: Route, **arguments: Any) -> Response:
+    record = health.record_of()
+    if route.handler is None:
+        raise NotBuiltYet(f"{route.path} is not part of this release")
+    return await route.handler(service, record, **arguments)
+
+
+def _check(service: Service, recorder: Recorder, route: Route | None) -> Response | None:
+    """Everything that can be refused before the body is read, in the order of C4."""
+    guard, record = service.guard, health.record_of()
+    guard.check_headers(request.scope["headers"])
+    if route is not None:
+        record.endpoint = route.path
+    elif request.method != "OPTIONS" and request.routing_exception is not None:
+        raise request.routing_exception
+    guard.check_host(request.headers.get("Host", ""))
+    if route is None or not route.open:
+        cors = guard.check_origin(request.headers.get("Origin"))
+        record.headers |= cors
+        if (answer := guard.preflight(request, cors)) is not None:
+            return answer
+    if route is None:
+        raise request.routing_exception or NotBuiltYet("this method is not served")
+    if route.key:
+        guard.check_key(request.headers)
+    if request.method == "POST" and route.handler is not None:
+        guard.check_body(request.headers)
+    if route.key:
+        guard.check_open(len(recorder.open))
+    return None
+
+
+def _error_response(service: Service, error: Exception) -> Response:
+    record = cast(dict[str, Any], request.scope).get(KEY)
+    request_id = record.id if isinstance(record, Record) else ""
+    told = describe(error, request_id, service.retry_after(error))
+    if told.status == 500:
+        log.error("request %s failed", request_id, exc_info=error)
+    service.refused(error)
+    body: Json = {"error": told.error}
+    response = json_response(body, told.status)
+    response.headers.update(told.headers)
+    return response

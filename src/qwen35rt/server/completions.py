@@ -1,0 +1,235 @@
+"""POST /v1/completions: the request's type, prompts, plans, and the choices of the answer (completions.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import ENGINE
+from ..engine.result import Completion, Delta
+from ..engine.sampler import fresh_seed
+from ..errors import ContextLengthExceeded, RequestError
+from ..plan import Plan, make_plan, sampling_params
+from ..tokenizer import Tokenizer
+from .answer import Job, Json
+from .body import Body, read_body
+from .errors import EmptyPrompt, TokenizerFailed
+from .fields import FIELDS, SamplingRequest, check_common
+from .logprobs import TokenLog
+from .model import Loaded
+from .record import Record, random_letters
+from .settings import ServerSettings
+
+Mixed = list[int | str]
+
+
+class CompletionRequest(SamplingRequest, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str | int | Mixed] | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    parse_special: bool = True
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        return given if self.logprobs is None else given | {"logprobs": self.logprobs}
+
+
+def parse(raw: bytes, settings: ServerSettings) -> Body[CompletionRequest]:
+    """Everything that can be checked without a model."""
+    body = read_body(raw, CompletionRequest, FIELDS, max_depth=settings.max_json_depth, strict=settings.strict_fields)
+    check_common(body.value, body.names)
+    read_prompts(body.value.prompt, settings.max_prompts)
+    return body
+
+
+def read_prompts(prompt: str | Sequence[str | int | Mixed] | None, most: int) -> list[str | Mixed]:
+    """The prompts of a request, each a text or a list of ids and texts (C15, C16)."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise EmptyPrompt("a prompt is needed", "prompt")
+    if all(isinstance(p, int) for p in prompt):
+        return [list(prompt)]  # type: ignore[arg-type]
+    if any(isinstance(p, int) for p in prompt):
+        raise RequestError('ids and texts of one prompt belong in an inner list: [[1, "text"]]', "prompt")
+    if len(prompt) > most:
+        raise RequestError(f"there are {len(prompt)} prompts; at most {most} are allowed", "prompt")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenised prompt. ``unsent``: tokens in front that the client did not send."""
+
+    ids: list[int]
+    unsent: int
+    text: str = ""
+
+
+def tokenize(model: Loaded, prompt: str | Mixed, special: bool, param: str, echo: bool = False) -> Prompt:
+    """Ids of a prompt; its text too if it is to be echoed. Raises RequestErrors that name ``param``."""
+    tokenizer, n_ctx = model.tokenizer, model.facts.n_ctx
+    parts: Sequence[int | str] = [prompt] if isinstance(prompt, str) else prompt
+    bound = sum(1 if isinstance(p, int) else model.fewest_tokens(p) for p in parts)
+    if bound >= n_ctx:
+        exact = all(isinstance(p, int) for p in parts)
+        error = ContextLengthExceeded(bound, n_ctx)
+        if not exact:
+            error.args = (str(error).replace(" has ", " has at least ", 1),)
+        raise error
+    vocab = tokenizer.vocab
+    unsent = int(vocab.add_bos and vocab.bos is not None and bool(parts) and isinstance(parts[0], str))
+    ids = [vocab.bos] if unsent and vocab.bos is not None else []
+    for at, part in enumerate(parts):
+        if isinstance(part, int):
+            if not 0 <= part < tokenizer.n_vocab:
+                where = f"{param}[{at}]"
+                raise RequestError(f"{where} is no token id: 0 to {tokenizer.n_vocab - 1} are", where)
+            ids.append(part)
+        else:
+            ids += _encode(tokenizer, part, special)
+    if len(ids) == unsent:
+        raise EmptyPrompt("the prompt is empty: it has no tokens", param)
+    text = ""
+    if echo:
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(ids[unsent:], skip_special=False)
+    return Prompt(ids, unsent, text)
+
+
+def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, special=special)
+    except RequestError:
+        raise
+    except Exception as e:
+        raise TokenizerFailed(f"the tokenizer failed on the prompt ({type(e).__name__}: {str(e)[:200]})") from e
+
+
+def build(body: Body[CompletionRequest], model: Loaded, settings: ServerSettings, record: Record) -> Job:
+    """Tokenise and check against the model: after this nothing is left that could be refused. Runs off the loop."""
+    try:
+        return _build(body.value, model, settings, record)
+    except RequestError as e:
+        e.param = body.names.get(e.param or "", e.param)
+        raise
+
+
+def _build(request: CompletionRequest, model: Loaded, settings: ServerSettings, record: Record) -> Job:
+    facts, tokenizer = model.facts, model.tokenizer
+    params = sampling_params(settings.sampling | request.sampling(), facts.metadata, facts.n_vocab)
+    if params.seed is None or params.seed == -1:
+        params = replace(params, seed=fresh_seed())
+    limit = settings.max_tokens_default if request.max_tokens is None else request.max_tokens
+    if limit is None:
+        limit = ENGINE.max_tokens
+    if 0 <= limit < params.min_tokens:
+        raise RequestError("min_tokens is larger than max_tokens", "min_tokens")
+    prompts = read_prompts(request.prompt, settings.max_prompts)
+    plans: list[Plan] = []
+    writers = []
+    for index, given in enumerate(prompts):
+        param = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
+        prompt = tokenize(model, given, request.parse_special, param, request.echo)
+        plan = make_plan(
+            prompt.ids,
+            params,
+            facts.n_ctx,
+            facts.n_vocab,
+            max_tokens=limit,
+            include_stop=request.include_stop_str_in_output,
+            skip_special=request.skip_special_tokens,
+            cache=request.cache_prompt,
+            prompt_logprobs=request.echo and request.logprobs is not None,
+        )
+        plans.append(plan)
+        writers.append(CompletionWriter(index, tokenizer, plan, prompt, request))
+    assert params.seed is not None
+    return Job(
+        id=f"cmpl-qwen35-{random_letters()}",
+        object="text_completion",
+        chunk_object="text_completion",
+        created=record.created,
+        model=facts.id if request.model is None else request.model,
+        fingerprint=facts.fingerprint,
+        seed=params.seed,
+        plans=plans,
+        writers=writers,
+        stream=request.stream,
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        timings_per_token=request.timings_per_token,
+    )
+
+
+class CompletionWriter:
+    """One choice of a text completion, in chunks or whole (a ChoiceWriter)."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, plan: Plan, prompt: Prompt, request: CompletionRequest
+    ) -> None:
+        self._index, self._prompt = index, prompt  # whose text is empty unless it is echoed
+        self._return_ids = request.return_token_ids
+        self._log: TokenLog | None = None
+        if request.logprobs is not None:
+            silent = tokenizer.eog.union(plan.params.stop_token_ids)
+            self._log = TokenLog(tokenizer, plan.skip_special, silent, 0 if plan.prompt_logprobs else len(prompt.text))
+        self._with_prompt = plan.prompt_logprobs
+        self._chars = 0  # of the choice's text, sent so far
+        self._ids: list[int] = []  # drawn, not sent yet
+        self._sent_prompt_ids = False
+
+    def begin(self) -> list[Json]:
+        # The prompt's log-probabilities come with the result: nothing may go out before them.
+        return [self._chunk(self._prompt.text)] if self._prompt.text and not self._with_prompt else []
+
+    def delta(self, delta: Delta) -> list[Json]:
+        if self._with_prompt:
+            return []
+        self._take(delta)
+        return [self._chunk(delta.text)] if delta.text else []
+
+    def finish(self, completion: Completion) -> list[Json]:
+        chunks = []
+        if self._with_prompt:
+            self._add_prompt(completion)
+            chunks.append(self._chunk(self._prompt.text))
+            self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
+            if completion.text:
+                chunks.append(self._chunk(completion.text))
+        end = self._chunk("", last=True)
+        return [*chunks, end | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}]
+
+    def failed(self) -> Json:
+        return self._chunk("") | {"finish_reason": "error"}
+
+    def whole(self, completion: Completion) -> Json:
+        self._add_prompt(completion)
+        self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
+        text = self._prompt.text + completion.text
+        choice = self._chunk(text, last=True)
+        if self._log is not None:
+            choice["logprobs"] = choice["logprobs"] or self._log.none()
+        return choice | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+    def _add_prompt(self, completion: Completion) -> None:
+        if self._log is not None and completion.prompt_logprobs is not None:
+            prompt = self._prompt
+            self._log.add_prompt(prompt.ids, completion.prompt_logprobs, prompt.unsent, len(prompt.text))
+
+    def _take(self, delta: Delta) -> None:
+        if self._log is not None:
+            self._log.add(delta.logprobs)
+        self._ids += delta.ids
+
+    def _chunk(self, text: str, *, last: bool = False) -> Json:
+        self._chars += len(text)
+        log = None if self._log is None else self._log.take(self._chars, last=last)
+        choice: Json = {"index": self._index, "text": text, "finish_reason": None, "stop_reason": None, "logprobs": log}
+        if self._return_ids:
+            if not self._sent_prompt_ids:
+                self._sent_prompt_ids = True
+                choice["prompt_token_ids"] = self._prompt.ids
+            choice["token_ids"], self._ids = self._ids, []
+        return choice

@@ -1,0 +1,72 @@
+"""Health, metrics and load: answered from the event loop alone, whatever the engine does (B24)."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from quart import Response, request
+
+from .. import __version__
+from .answer import Json
+from .errors import EngineRestarting, ModelLoading, NoModel, describe
+from .metrics import CONTENT_TYPE
+from .record import KEY, Record
+from .service import Service
+from .stream import json_response
+
+_WORDS = {"ready": "ok"}
+
+
+async def livez(service: Service, record: Record) -> Response:
+    """The event loop runs."""
+    record.quiet = True
+    return json_response({"status": "ok"})
+
+
+async def health(service: Service, record: Record) -> Response:
+    """Whether requests can be taken, and for those with a key what runs here."""
+    record.quiet = True
+    state = service.state
+    answer: Json = {"status": _WORDS.get(state, state)}
+    headers = {}
+    if state != "ready":
+        told = describe(_reason(service), record.id)
+        answer["error"] = told.error
+        headers = told.headers
+    if service.guard.has_key(request.headers):
+        answer |= {"version": __version__, "uptime_s": round(time.monotonic() - service.started, 1)}
+        if state in ("ready", "degraded"):
+            facts = service.model.facts
+            answer |= {"device": facts.device, "reason": facts.reason, "model": facts.id}
+    response = json_response(answer, 200 if state == "ready" else 503)
+    response.headers.update(headers)
+    return response
+
+
+async def metrics(service: Service, record: Record) -> Response:
+    """Prometheus text."""
+    record.quiet = True
+    return Response(service.metrics.text(), content_type=CONTENT_TYPE)
+
+
+async def version(service: Service, record: Record) -> Response:
+    """The package's version."""
+    return json_response({"version": __version__})
+
+
+def _reason(service: Service) -> Exception:
+    try:
+        service.check_ready()
+    except (ModelLoading, NoModel, EngineRestarting) as e:
+        return e
+    except Exception as e:
+        return e
+    return EngineRestarting("the engine is being restarted")
+
+
+def record_of() -> Record:
+    """The record of the request that is being handled."""
+    found = cast(dict[str, object], request.scope)[KEY]
+    assert isinstance(found, Record)
+    return found

@@ -1,0 +1,254 @@
+"""Prometheus metrics (server_api.md, section 9). One registry per application.
+
+Counts of requests come from their records, those of the engine from its snapshot at the time of a scrape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from ..engine.result import Completion, Delta
+from ..plan import Plan
+from .model import ModelFacts
+from .record import Record
+from .turns import Event
+
+PREFIX = "qwen35rt:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_TOKEN = (
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_REQUEST = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
+_N = (1, 2, 5, 10, 20)
+_LABELS = ("model_name", "engine")
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": _TTFT,
+    "inter_token_latency_seconds": _TOKEN,
+    "request_time_per_output_token_seconds": _TOKEN,
+    "e2e_request_latency_seconds": _REQUEST,
+    "request_queue_time_seconds": _REQUEST,
+    "request_prefill_time_seconds": _REQUEST,
+    "request_decode_time_seconds": _REQUEST,
+    "request_inference_time_seconds": _REQUEST,
+    "request_params_n": _N,
+}
+_TOKEN_COUNTS = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens")
+
+# Name of the series -> field of the engine's snapshot.
+GAUGES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_usage",
+    "state_bytes": "state_bytes",
+    "state_checkpoints": "checkpoints",
+    "state_checkpoint_bytes": "checkpoint_bytes",
+}
+COUNTERS = {
+    "num_preemptions_total": "preemptions",
+    "engine_restarts_total": "restarts",
+    "prompt_tokens_total": "prompt_tokens",
+    "prompt_tokens_cached_total": "cached_tokens",
+    "generation_tokens_total": "generated_tokens",
+    "prefix_cache_queries_total": "queried_tokens",
+    "prefix_cache_hits_total": "cached_tokens",
+    "state_restores_total": "restores",
+}
+
+
+def series_1_2_5(limit: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, ... up to and with the first that reaches ``limit``."""
+    found: list[int] = []
+    step = 1
+    while not found or found[-1] < limit:
+        found += [step, 2 * step, 5 * step]
+        step *= 10
+    return tuple(found[: next(i for i, n in enumerate(found) if n >= limit) + 1])
+
+
+class Metrics:
+    """Told of requests, turns and events; ``text`` is the page. A series exists once it has a sample."""
+
+    def __init__(self, snapshot: Callable[[], Any], compat: Sequence[str] = ()) -> None:
+        self._registry = CollectorRegistry()
+        self._facts: ModelFacts | None = None
+        self._snapshot, self._compat = snapshot, compat
+        self._histograms: dict[str, Histogram] = {}
+        self._counters = {
+            "requests": self._counter("requests", ("endpoint", "outcome", "status")),
+            "request_success": self._counter("request_success", ("finished_reason",)),
+            "admission_rejections": self._counter("admission_rejections", ("reason",)),
+        }
+        for name, buckets in _HISTOGRAMS.items():
+            self._add_histogram(name, buckets)
+        self._registry.register(_EngineSeries(self))
+
+    def loaded(self, facts: ModelFacts) -> None:
+        """The model is known: its name is a label from now on, its context bounds the counts of tokens."""
+        self._facts = facts
+        for name in _TOKEN_COUNTS:
+            if name not in self._histograms:
+                self._add_histogram(name, series_1_2_5(facts.n_ctx))
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Values of the labels that every series has."""
+        return (self._facts.id if self._facts else "", "0")
+
+    def count(self, name: str, *labels: str) -> None:
+        """Add one to a counter."""
+        self._counters[name].labels(*self.labels, *labels).inc()
+
+    def observe(self, name: str, value: float | None) -> None:
+        """Add a sample to a histogram; None is no sample: that phase did not happen."""
+        if value is not None:
+            self._histograms[name].labels(*self.labels).observe(value)
+
+    def request(self, record: Record) -> None:
+        """A request has ended, in whatever way."""
+        self.count("requests", record.endpoint, str(record.outcome), str(record.status))
+        if record.completions:
+            self.observe("e2e_request_latency_seconds", record.seconds)
+
+    def rejected(self, reason: str) -> None:
+        """A request was not admitted. ``reason``: the error's code."""
+        self.count("admission_rejections", reason)
+
+    def submitted(self, plans: Sequence[Plan]) -> None:
+        """Turns are about to be handed to the engine."""
+        self.observe("request_params_n", 1)
+        for plan in plans:
+            self.observe("request_params_max_tokens", plan.budget)
+
+    def watch(self, before: float) -> Callable[[int, Event, float], None]:
+        """An observer of one request's events. ``before``: seconds from its head to its place in the queue."""
+        last: dict[int, float] = {}
+
+        def observe(index: int, event: Event, at: float) -> None:
+            if isinstance(event, Delta):
+                if index in last:
+                    self.observe("inter_token_latency_seconds", at - last[index])
+                last[index] = at
+            elif isinstance(event, Completion):
+                self._turn(event, before)
+
+        return observe
+
+    def text(self) -> bytes:
+        """The page."""
+        return generate_latest(_Plain(self._registry, self._compat))
+
+    def _turn(self, completion: Completion, before: float) -> None:
+        timings = completion.timings
+
+        def seconds(ms: float | None) -> float | None:
+            return None if ms is None else ms / 1e3
+
+        self.count("request_success", completion.finish_reason)
+        self.observe("request_prompt_tokens", completion.usage.prompt_tokens)
+        self.observe("request_generation_tokens", completion.usage.completion_tokens)
+        if timings.ttft_ms is not None:
+            self.observe("time_to_first_token_seconds", before + timings.ttft_ms / 1e3)
+        self.observe("request_queue_time_seconds", seconds(timings.queue_ms))
+        self.observe("request_prefill_time_seconds", seconds(timings.prompt_ms))
+        self.observe("request_decode_time_seconds", seconds(timings.predicted_ms))
+        self.observe("request_time_per_output_token_seconds", seconds(timings.predicted_per_token_ms))
+        if timings.prompt_ms is not None:
+            self.observe("request_inference_time_seconds", (timings.prompt_ms + (timings.predicted_ms or 0.0)) / 1e3)
+
+    def _counter(self, name: str, labels: Sequence[str]) -> Counter:
+        return Counter(PREFIX + name, name.replace("_", " "), (*_LABELS, *labels), registry=self._registry)
+
+    def _add_histogram(self, name: str, buckets: Sequence[float]) -> None:
+        text = name.replace("_", " ")
+        self._histograms[name] = Histogram(PREFIX + name, text, _LABELS, buckets=buckets, registry=self._registry)
+
+    def engine_series(self) -> Iterator[Metric]:
+        """What the engine counts, as it stands now."""
+        facts = self._facts
+        found = self._snapshot()
+        if facts is None or found is None:
+            return
+        labels = self.labels
+        info = GaugeMetricFamily(
+            PREFIX + "info", "what runs here", labels=(*_LABELS, "version", "device", "isa", "quant")
+        )
+        info.add_metric((*labels, __version__, facts.device, facts.isa, facts.quant), 1)
+        yield info
+        for name, field in GAUGES.items():
+            if (value := _field(found, field)) is not None:
+                gauge = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
+                gauge.add_metric(labels, value)
+                yield gauge
+        for name, field in COUNTERS.items():
+            if (value := _field(found, field)) is not None:
+                counter = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
+                counter.add_metric(labels, value)
+                yield counter
+
+
+def _field(snapshot: Any, name: str) -> float | None:
+    """A number of the snapshot or of its counters."""
+    value = getattr(snapshot, name, None)
+    if value is None and dataclasses.is_dataclass(getattr(snapshot, "counters", None)):
+        value = getattr(snapshot.counters, name, None)
+    return None if value is None else float(value)
+
+
+class _EngineSeries(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.engine_series()
+
+
+class _Plain:
+    """The registry without the times at which series were made; with --metrics-compat vllm each series twice."""
+
+    def __init__(self, registry: CollectorRegistry, compat: Sequence[str]) -> None:
+        self._registry = registry
+        self._prefixes = (PREFIX, "vllm:") if "vllm" in compat else (PREFIX,)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            if not samples:
+                continue
+            for prefix in self._prefixes:
+                copy = Metric(metric.name.replace(PREFIX, prefix, 1), metric.documentation, metric.type)
+                copy.samples = [s._replace(name=s.name.replace(PREFIX, prefix, 1)) for s in samples]
+                yield copy

@@ -1,0 +1,171 @@
+"""The model that is served and its states; runs jobs. Made before the model is loaded; knows no route and no field."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+
+from quart import Response
+
+from ..config import SERVER
+from ..errors import EngineStopped, OutOfMemory, QueueFull, Qwen35Error
+from .answer import Job
+from .errors import EngineRestarting, ModelLoading, ModelNotFound, NoModel, row_of
+from .guard import Guard
+from .metrics import Metrics
+from .model import Loaded
+from .record import Record
+from .settings import ServerSettings
+from .stream import answer
+from .turns import Places, Turns
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+State = Literal["loading", "no_model", "ready", "draining", "degraded"]
+_MODEL_NAMES_LOGGED = 100
+
+
+class Service:
+    """``open_model``: reads the model and starts the engine, called in a thread of its own by ``start``; None: there
+    is no model. ``failure``: why it could not be loaded. ``loaded``: set when loading has ended either way."""
+
+    def __init__(self, settings: ServerSettings, open_model: Callable[[], Loaded] | None = None) -> None:
+        self.settings = settings
+        self.guard = Guard(settings)
+        self.places = Places(settings.parallel + settings.queue_places)
+        self.metrics = Metrics(self._snapshot, settings.metrics_compat)
+        self.failure: Exception | None = None
+        self.loaded = threading.Event()
+        self.started = time.monotonic()
+        self.draining = False
+        self._open_model = open_model
+        self._model: Loaded | None = None
+        self._pool = ThreadPoolExecutor(SERVER.tokenizer_threads, "qwen35rt-text")
+        self._odd_names: set[str] = set()
+
+    def start(self) -> None:
+        """Begin to load the model; returns at once."""
+        if self._open_model is None:
+            self.loaded.set()
+        elif not self.loaded.is_set():
+            threading.Thread(target=self._load, args=(self._open_model,), name="qwen35rt-load", daemon=True).start()
+
+    def close(self) -> None:
+        """Release what the service holds; the engine was stopped before."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._model is not None:
+            self._model.close()
+
+    def drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        self.draining = True
+
+    @property
+    def model(self) -> Loaded:
+        """The loaded model. Raises ModelLoading or NoModel."""
+        if self._model is None:
+            raise ModelLoading("the model is being loaded") if not self.loaded.is_set() else NoModel("no model")
+        return self._model
+
+    @property
+    def state(self) -> State:
+        """In one word; ``degraded``: the engine does not run."""
+        if self.draining:
+            return "draining"
+        if self._model is None:
+            return "loading" if not self.loaded.is_set() else "no_model"
+        state = self._model.engine.state
+        if state == "loading":
+            return "loading"
+        if state in ("draining", "stopped"):
+            return "draining"
+        return "ready" if state == "ready" else "degraded"
+
+    def check_ready(self) -> Loaded:
+        """The model, if requests can be taken now. Raises one of the refusals of C2."""
+        state = self.state
+        if state == "draining":
+            raise EngineStopped("the server is shutting down")
+        if state == "degraded":
+            raise EngineRestarting("the engine is being restarted")
+        if state == "loading":
+            raise ModelLoading("the model is being loaded")
+        return self.model
+
+    def check_model(self, name: str | None, record: Record) -> Loaded:
+        """The model that a request names (C12)."""
+        model = self.check_ready()
+        record.headers["x-model-id"] = _header(model.facts.id)
+        if name is not None and name not in model.facts.names:
+            if self.settings.strict_model:
+                raise ModelNotFound("there is no model of this name", "model")
+            if name not in self._odd_names and len(self._odd_names) < _MODEL_NAMES_LOGGED:
+                self._odd_names.add(name)
+                log.warning("a request names the model %r; %r answers", name[:100], model.facts.id)
+        return model
+
+    async def in_pool(self, work: Callable[..., T], *args: Any) -> T:
+        """Run ``work`` off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def run(self, record: Record, model: Loaded, build: Callable[[], Job]) -> Response:
+        """Take a place, make the job off the event loop, run it, answer. Raises what refuses it."""
+        place = self.places.take()
+        record.at_end(place.release)
+        accepted = time.perf_counter()
+        job = await self.in_pool(build)
+        self.check_ready()  # tokenising may have taken a while
+        self.metrics.submitted(job.plans)
+        turns = Turns(
+            model.engine,
+            job.plans,
+            place,
+            accepted=accepted,
+            deadline=record.arrived + self.settings.request_timeout,
+            request_id=record.id,
+            deltas=job.stream,
+            max_bytes=self.settings.max_stream_buffer,
+            observe=self.metrics.watch(accepted - record.arrived),
+        )
+        return await answer(job, turns, record, self.settings)
+
+    def retry_after(self, error: BaseException) -> int:
+        """Seconds after which a refused request may come again."""
+        if isinstance(error, QueueFull | OutOfMemory):
+            return self.places.retry_after()
+        return 5 if isinstance(error, ModelLoading) else 1
+
+    def refused(self, error: BaseException) -> None:
+        """Count a request that was not admitted."""
+        row = row_of(error)
+        if row.status == 503:
+            self.metrics.rejected(row.code)
+
+    def _load(self, open_model: Callable[[], Loaded]) -> None:
+        try:
+            model = open_model()
+            model.longest_token  # noqa: B018 - worked out now, not in the first request
+            self.metrics.loaded(model.facts)
+            self._model = model
+        except Qwen35Error as e:
+            log.error("the model cannot be loaded: %s", e)
+            self.failure = e
+        except Exception as e:
+            log.exception("loading the model failed")
+            self.failure = e
+        self.loaded.set()
+
+    def _snapshot(self) -> Any:
+        snapshot = getattr(self._model.engine, "snapshot", None) if self._model is not None else None
+        return None if snapshot is None else snapshot()
+
+
+def _header(text: str) -> str:
+    """A text that a header field can hold."""
+    return "".join(c if 32 < ord(c) < 127 else "_" for c in text)
