@@ -52,6 +52,15 @@ class TokenizerLimits:
 
 
 @dataclass(frozen=True)
+class ToolLimits:
+    """How far a tool's schema is followed and how long the names in a call may be."""
+
+    schema_depth: int = 32  # of references and alternatives that lead to a parameter's type
+    name_chars: int = 256  # of a function or parameter in a tag; a longer one is no tag
+    tag_gap: int = 16  # blanks between two closing tags that end a value without its own
+
+
+@dataclass(frozen=True)
 class SamplingDefaults:
     """Values of sampling fields where neither request, server flag nor model file gives one."""
 
@@ -98,6 +107,7 @@ FILE_LIMITS = FileLimits()
 ENGINE = EngineDefaults()
 TEMPLATE = TemplateLimits()
 TOKENIZER = TokenizerLimits()
+TOOLS = ToolLimits()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
 

@@ -1,0 +1,1 @@
+"""HTTP on one side, an engine on the other: OpenAI-compatible requests, answers and streams."""
