@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,17 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .backends.base import Batch, Float, KvType
+from .backends.base import Batch, Float, Int, KvType
 from .config import ENGINE
 from .engine.core import Core, Event
 from .engine.result import Completion, Delta
 from .engine.sampler import make_workspace
 from .engine.sizes import pool_limits
 from .engine.turn import Turn
-from .errors import ContextLengthExceeded, EngineStopped, TemplateError
+from .errors import ContextLengthExceeded, EngineStopped, RequestError, TemplateError
 from .parts import Parts, check_count, open_parts
 from .plan import Plan, check_ids, make_plan, sampling_params
-from .tokenizer import ChatTemplate
+from .tokenizer import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
 ProgressFn = Callable[[str, int, int], None]
@@ -56,6 +58,15 @@ def load(
     return Model(open_parts(path, device, threads, isa, n_ctx, progress), rows, kv_dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class _Loan:
+    """A slot and pages of the core that no turn has."""
+
+    stack: ExitStack
+    slot: int
+    pages: Int
+
+
 class Model:
     """An open model that runs one sequence at a time. Calls from several threads wait for each other; streams that are
     read in turns share it, each going on where it was.
@@ -80,8 +91,14 @@ class Model:
         self._executable = choice.backend.compile(source.program, limits)
         self._workspace = make_workspace(self.n_vocab)
         self._core = self._new_core()
+        self._loan: _Loan | None = None
         self._lock = threading.RLock()
         self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back, with what the vocabulary says of its tokens."""
+        return self._tokenizer
 
     @property
     def has_chat_template(self) -> bool:
@@ -99,19 +116,62 @@ class Model:
     def logits(self, ids: Sequence[int] | npt.NDArray[Any]) -> Float:
         """Logits after each of ``ids``, from an empty state: float32 [len(ids), n_vocab]."""
         ids = _as_list(ids)
+        with self._lock:
+            slices = self.logits_slices(ids)
+            out = np.empty((len(ids), self.n_vocab), np.float32)
+            at = 0
+            for piece in slices:
+                out[at : at + len(piece)] = piece
+                at += len(piece)
+        return out
+
+    def logits_slices(self, ids: Sequence[int] | npt.NDArray[Any], first: int = 0) -> Iterator[Float]:
+        """Logits after each of ``ids[first:]``, from an empty state, for texts whose logits do not fit in memory.
+
+        -> float32 [n, n_vocab] for the next n ids in order, each array valid until the next one is asked for. Another
+        call on the model in between ends the iteration with a RequestError.
+        """
+        ids = _as_list(ids)
         check_ids(ids, self.n_vocab)
         if len(ids) > self.n_ctx:
             raise ContextLengthExceeded(len(ids), self.n_ctx)
-        out = np.empty((len(ids), self.n_vocab), np.float32)
-        with self._lock:
-            self._check_open()
-            slice_rows = self._executable.limits.out_rows
-            with self._core.lend(len(ids)) as (slot, pages):
-                for at in range(0, len(ids), slice_rows):
-                    piece = ids[at : at + slice_rows]
-                    batch = Batch.single(piece, at, pages, slot, range(len(piece)))
-                    out[at : at + len(piece)] = self._executable.run(batch)[0]
-        return out
+        return self._logits_slices(ids, first)
+
+    def _logits_slices(self, ids: list[int], first: int) -> Iterator[Float]:
+        limits = self._executable.limits
+        loan: _Loan | None = None
+        at = 0
+        try:
+            while at < len(ids):
+                with self._lock:
+                    self._check_open()
+                    if loan is None:
+                        loan = self._borrow(len(ids))
+                    elif loan is not self._loan:
+                        raise RequestError("the logits cannot go on: another call has begun on the same model")
+                    n = min(limits.rows, first - at) if at < first else min(limits.out_rows, len(ids) - at)
+                    rows = range(n) if at >= first else ()
+                    logits, _ = self._executable.run(Batch.single(ids[at : at + n], at, loan.pages, loan.slot, rows))
+                if at >= first:
+                    yield logits
+                at += n
+        finally:
+            with self._lock:
+                if loan is self._loan:
+                    self._give_back()
+
+    def _borrow(self, tokens: int) -> _Loan:
+        """A slot and pages outside of any turn, until the next call on the model."""
+        self._give_back()
+        stack = ExitStack()
+        slot, pages = stack.enter_context(self._core.lend(tokens))
+        self._loan = _Loan(stack, slot, pages)
+        return self._loan
+
+    def _give_back(self) -> None:
+        if self._loan is not None:
+            self._loan.stack.close()
+            self._loan = None
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
         """Continue a text or token ids; see ``stream`` for the options. No chat template is applied."""
@@ -225,6 +285,7 @@ class Model:
 
     def _step(self, turn: Turn) -> list[Event]:
         """One step for a turn; -> what happened to it. Others are paused meanwhile, as they are between their steps."""
+        self._give_back()
         core = self._core
         if not turn.begun and turn not in core.waiting:
             core.add(turn)

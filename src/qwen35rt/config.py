@@ -62,6 +62,15 @@ class TokenizerLimits:
 
 
 @dataclass(frozen=True)
+class ToolLimits:
+    """How far a tool's schema is followed and how long the names in a call may be."""
+
+    schema_depth: int = 32  # of references and alternatives that lead to a parameter's type
+    name_chars: int = 256  # of a function or parameter in a tag; a longer one is no tag
+    tag_gap: int = 16  # blanks between two closing tags that end a value without its own
+
+
+@dataclass(frozen=True)
 class SamplingDefaults:
     """Values of sampling fields where neither request, server flag nor model file gives one."""
 
@@ -73,6 +82,18 @@ class SamplingDefaults:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     repeat_last_n: int = 64
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One row of the sampling values that are published for the model family."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    presence_penalty: float
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,16 @@ class SamplingLimits:
     max_tokens: int = 2**31 - 1
     max_seed: int = 2**63 - 1
     fresh_seed_bits: int = 53  # a drawn seed passes unchanged through JSON numbers
+
+
+@dataclass(frozen=True)
+class EvaluationDefaults:
+    """Sizes of perplexity, KL divergence and importance matrices."""
+
+    n_ctx: int = 512  # tokens of a chunk
+    min_ctx: int = 4  # the shortest chunk that has something to score
+    base_exact: int = 256  # most likely tokens of a position that a KL base keeps as float32
+    workspace_bytes: int = 1_073_741_824  # of an importance matrix's steps, where no batch size is named
 
 
 @dataclass(frozen=True)
@@ -131,6 +162,7 @@ class ServerLimits:
     request_id_chars: int = 128
     max_retry_after: int = 120  # seconds
     normal_shrink: int = 4  # bytes of a text are at most so many times those of its NFC form
+    kept_boundaries: int = 5  # of a chat prompt: states kept where messages begin, the first and the last ones
 
 
 @dataclass(frozen=True)
@@ -148,8 +180,20 @@ FILE_LIMITS = FileLimits()
 ENGINE = EngineDefaults()
 TEMPLATE = TemplateLimits()
 TOKENIZER = TokenizerLimits()
+EVALUATION = EvaluationDefaults()
+TOOLS = ToolLimits()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
+
+_THINKING = SamplingRow(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5)
+_ANSWERING = SamplingRow(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=1.5)
+# Preset of a chat -> row for prompts that end inside reasoning, row for others. "off" has none.
+CHAT_SAMPLING: Mapping[str, tuple[SamplingRow, SamplingRow]] = {
+    "general": (_THINKING, _ANSWERING),
+    "precise": (SamplingRow(temperature=0.6, top_p=0.95, top_k=20, presence_penalty=0.0), _ANSWERING),
+    "reasoning": (_THINKING, SamplingRow(temperature=1.0, top_p=1.0, top_k=40, presence_penalty=2.0)),
+}
+
 SERVER = ServerDefaults()
 SERVER_LIMITS = ServerLimits()
 

@@ -18,6 +18,7 @@ from qwen35rt.bench import command
 from qwen35rt.bench.measure import Bench, Case, bandwidth_share, deviation, int8_share, mean
 from qwen35rt.bench.table import Table
 from qwen35rt.cli import main
+from qwen35rt.formats import FILE_TYPES
 from qwen35rt.model import source
 from qwen35rt.model.source import kv_bytes_per_token, open_source, products_per_token, weight_bytes_per_token
 
@@ -141,7 +142,7 @@ def test_shares_of_dense_and_moe(tiny_dense: Path, tiny_moe: Path) -> None:
 
 
 def test_names_of_recipes(tiny_dense: Path, tmp_path: Path) -> None:
-    for number, name in source._RECIPES.items():
+    for number, name in FILE_TYPES.items():
         assert gguf.LlamaFileType(number).name.split("_", 1)[1] == name
     assert source.recipe(open_source(tiny_dense).file) == "F32"
     stated = write_tiny(tmp_path / "m.gguf", metadata={"general.file_type": 15})

@@ -13,6 +13,7 @@ import pytest
 
 from qwen35rt.tokenizer import ChatTemplate
 from tools.embedded_model import families, pools, skills
+from tools.embedded_model.fact import Fact
 from tools.embedded_model.sample import Sample
 
 TEMPLATE = Path(skills.__file__).with_name("template.jinja").read_text(encoding="utf-8")
@@ -217,7 +218,7 @@ def test_the_same_seed_gives_the_same_samples(name: str) -> None:
 
 
 def test_thoughts_before_facts() -> None:
-    fact = {"id": "install-pip", "say": ["Run `pip install qwen35rt`."]}
+    fact = Fact("install-pip", ("how",), ("how then",), ("Run `pip install qwen35rt`.",), ("pip",))
     assert skills.thought_for_fact("How?", fact) == "The user asks about install pip. I know the command."
-    fact = {"id": "who", "say": ["A model."]}
+    fact = Fact("who", ("who",), ("who then",), ("A model.",), ("model",))
     assert skills.thought_for_fact("tell me", fact) == "The user writes about who. I know the answer."

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from qwen35rt.tokenizer.chat import ChatTemplate
 
 from . import skills
-from .facts import Fact, load_facts
+from .fact import Fact, load_facts
 from .sample import Sample
 from .vocabulary import MARKERS
 
@@ -88,7 +89,7 @@ class Corpus:
     ) -> Sample:
         """A question for a fact and its answer. ``thinking`` None: one in eight has a thought before the answer."""
         question = disguise(fact.question(rng, held_out), rng)
-        answer: dict[str, object] = {"role": "assistant", "content": rng.choice(fact.say)}
+        answer: dict[str, Any] = {"role": "assistant", "content": rng.choice(fact.say)}
         if thinking is None:
             thinking = rng.random() < 0.125
         if thinking:

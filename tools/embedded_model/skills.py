@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .facts import Fact
+from .fact import Fact
 from .families import Family, Tool, call, families, made_up_family, offer, part, result, values_for
 from .pools import Value
 from .sample import Sample

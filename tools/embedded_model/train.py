@@ -111,7 +111,7 @@ def train(folder: Path, total_tokens: int) -> None:
     torch.manual_seed(SEED)
     corpus = Corpus()
     tokenizer = _tokenizer(folder, corpus)
-    model = Qwen3_5ForCausalLM(model_config(tokenizer)).float()
+    model = Qwen3_5ForCausalLM(model_config(tokenizer)).float()  # type: ignore[no-untyped-call]
     optimizer = optimizer_for(model)
     state_path = folder / "state.pt"
     step = seen = 0

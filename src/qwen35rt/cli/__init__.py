@@ -18,6 +18,8 @@ COMMANDS: dict[str, str] = {
     "info": "show a model file's metadata and tensors",
     "tokenize": "show the tokens of a text",
     "bench": "measure speed, with the flags of llama-bench",
+    "perplexity": "judge a model by the text that it predicts, or compare it with another",
+    "imatrix": "measure what the inputs of a model's matrices are like, for quantising",
     "doctor": "show what this machine offers and what works",
 }
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..api import Model
+    from ..backends.base import KvType
     from ..engine.result import Completion
 
 
@@ -91,7 +92,7 @@ def model_path(args: argparse.Namespace) -> Path | None:
     return Path(args.model) if args.model else None
 
 
-def open_model(args: argparse.Namespace, progress: Progress) -> Model:
+def open_model(args: argparse.Namespace, progress: Progress, kv_dtype: KvType = "f16") -> Model:
     """Load the model that the flags name and say in one line what was loaded and where it runs."""
     from ..api import load
 
@@ -107,6 +108,7 @@ def open_model(args: argparse.Namespace, progress: Progress) -> Model:
         isa=args.isa,
         n_ctx=args.ctx_size,
         n_batch=args.batch_size,
+        kv_dtype=kv_dtype,
         progress=progress,
     )
     progress.clear()

@@ -74,8 +74,8 @@ class _Number:
         return value
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True) -> None:
-    """-m and -hf; with ``engine`` also what load() takes."""
+def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True, ctx_size: str | None = None) -> None:
+    """-m and -hf; with ``engine`` also what load() takes. ``ctx_size``: the help of -c where it means more."""
     g = parser.add_argument_group("model")
     g.add_argument(
         "-m", "--model", metavar="PATH", help="GGUF file, any part of a split one, or a folder that holds one"
@@ -96,7 +96,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True) ->
     )
     g.add_argument("--isa", metavar="LEVEL", help="CPU instruction level; doctor lists them (default: the best)")
     g.add_argument(
-        "-c", "--ctx-size", type=whole(0), metavar="N", help="context in tokens, 0: the model's own (default: 4096)"
+        "-c",
+        "--ctx-size",
+        type=whole(0),
+        metavar="N",
+        help=ctx_size or "context in tokens, 0: the model's own (default: 4096)",
     )
     g.add_argument(
         "-b", "--batch-size", type=whole(1, 65536), metavar="N", help="tokens of one prefill step (default: 512)"

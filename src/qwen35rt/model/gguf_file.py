@@ -48,6 +48,13 @@ class Metadata(Mapping[str, Any]):
         """The value as it is kept: arrays undecoded, None for an absent key."""
         return self._values.get(key)
 
+    def stored_type(self, key: str) -> tuple[int, int | None]:
+        """The container's number of a value's type, and for an array of its entries' type. KeyError if absent."""
+        value = self._values[key]
+        if self._part is None:
+            raise KeyError(key)
+        return self._part.types[key], value.type if isinstance(value, ArrayRef) else None
+
     def array_length(self, key: str) -> int | None:
         """Entries of an array, without decoding it; None if the key is absent or no array."""
         value = self._values.get(key)

@@ -111,6 +111,7 @@ class Part:
         self.pos = _HEADER_BYTES
         n_tensors, n_keys = self._header()
         self.values: dict[str, Any] = {}
+        self.types: dict[str, int] = {}  # of the values; an ArrayRef has that of its entries
         for i in range(n_keys):
             self._key(i, n_keys)
         self.alignment = self._alignment()
@@ -180,7 +181,7 @@ class Part:
         if key in self.values:
             self.fail(f"key '{key}' is there twice")
         what = f"key '{key}'"
-        kind = self._u32(what)
+        kind = self.types[key] = self._u32(what)
         if kind == _ARRAY:
             self.values[key] = self._array(what)
         elif kind == _STRING:

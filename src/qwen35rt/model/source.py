@@ -9,50 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..formats import FILE_TYPES
 from .example import example_model
 from .gguf_file import GgufFile, open_gguf
 from .graph import build_program
 from .hparams import HParams, read_hparams
 from .program import Op, Program
 from .weights import load_weights
-
-# general.file_type -> name; the numbers are llama.cpp's.
-_RECIPES: dict[int, str] = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    19: "IQ2_XXS",
-    20: "IQ2_XS",
-    21: "Q2_K_S",
-    22: "IQ3_XS",
-    23: "IQ3_XXS",
-    24: "IQ1_S",
-    25: "IQ4_NL",
-    26: "IQ3_S",
-    27: "IQ3_M",
-    28: "IQ2_S",
-    29: "IQ2_M",
-    30: "IQ4_XS",
-    31: "IQ1_M",
-    32: "BF16",
-    36: "TQ1_0",
-    37: "TQ2_0",
-    38: "MXFP4_MOE",
-    39: "NVFP4",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +74,8 @@ def human(n: float) -> str:
 def recipe(file: GgufFile) -> str:
     """The mix of formats that ``general.file_type`` names, else the format that most bytes have. For people only."""
     stated = file.metadata.get("general.file_type")
-    if isinstance(stated, int) and stated in _RECIPES:
-        return _RECIPES[stated]
+    if isinstance(stated, int) and stated in FILE_TYPES:
+        return FILE_TYPES[stated]
     size: Counter[str] = Counter()
     for t in file.tensors.values():
         size[t.format.name] += t.nbytes

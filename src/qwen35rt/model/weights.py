@@ -34,7 +34,7 @@ class QTensor:
     ``data`` is a uint8 view that begins at row 0 of expert 0. Row r of expert e takes ``row_bytes`` bytes from
     ``e * expert_stride + r * row_bytes``; rows of an expert are adjacent. Experts lie ``expert_stride`` bytes apart,
     which is more than rows * row_bytes in a part of a fused tensor. ``scale`` (float32 [1] or [n_expert], or None) is
-    a factor of the product.
+    a factor of the product. ``fused`` names the file's tensor where this is a part of one.
     """
 
     name: str
@@ -46,6 +46,12 @@ class QTensor:
     row_bytes: int
     expert_stride: int
     scale: Vector | None = None
+    fused: str | None = None
+
+    @property
+    def tensor_name(self) -> str:
+        """The file's tensor that holds the rows."""
+        return self.fused or self.name
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +74,7 @@ class QTensor:
             self.row_bytes,
             self.expert_stride,
             self.scale,
+            self.tensor_name,
         )
 
     def raw_rows(self) -> Bytes:

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 from quart import Quart, Response, request
 
-from . import completions, health
+from . import chat_routes, completions, health
 from .answer import Json
 from .errors import NotBuiltYet, describe
+from .incoming import note_ignored, read_request
 from .record import KEY, Record, Recorder
 from .service import Service
 from .stream import json_response
@@ -23,7 +24,6 @@ from .stream import json_response
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Service, Record], Awaitable[Response]]
-_PARSE_IN_POOL = 256 << 10  # bytes of a body whose decoding would hold up the event loop
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,18 @@ class Route:
 
 async def post_completions(service: Service, record: Record) -> Response:
     """POST /v1/completions."""
-    raw = cast(bytes, await request.get_data())
-    parse = partial(completions.parse, raw, service.settings)
-    body = await service.in_pool(parse) if len(raw) > _PARSE_IN_POOL else parse()
+    body = await read_request(service, completions.parse)
     note_ignored(record, body.ignored)
     model = service.check_model(body.value.model, record)
     return await service.run(record, model, partial(completions.build, body, model, service.settings, record))
 
 
-def note_ignored(record: Record, names: tuple[str, ...]) -> None:
-    """Tell the client and the log which fields had no effect (C8)."""
-    if names:
-        record.headers["x-ignored-fields"] = ", ".join(names)
-        log.info("request %s: fields without effect: %s", record.id, ", ".join(names))
-
-
 GET, POST = ("GET",), ("POST",)
 ROUTES: tuple[Route, ...] = (
     Route("/v1/completions", POST, post_completions),
+    Route("/v1/chat/completions", POST, chat_routes.post_chat_completions),
+    Route("/v1/chat/completions/input_tokens", POST, chat_routes.post_input_tokens),
+    Route("/apply-template", POST, chat_routes.post_apply_template),
     *(Route(path, GET, health.health, key=False, open=True) for path in ("/health", "/healthz", "/v1/health", "/ping")),
     Route("/livez", GET, health.livez, key=False, open=True),
     Route("/readyz", GET, health.health, key=False, open=True),
@@ -66,11 +60,8 @@ ROUTES: tuple[Route, ...] = (
     *(
         Route(path, POST)
         for path in (
-            "/v1/chat/completions",
-            "/v1/chat/completions/input_tokens",
             "/tokenize",
             "/detokenize",
-            "/apply-template",
             "/slots/<id>",
             "/v1/responses",
             "/v1/responses/input_tokens",
