@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,13 +57,7 @@ def load(
     return Model(open_parts(path, device, threads, isa, n_ctx, progress), rows, kv_dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class _Loan:
-    """A slot and pages of the core that no turn has."""
-
-    stack: ExitStack
-    slot: int
-    pages: Int
+_Loan = tuple[ExitStack, int, Int]  # a slot and pages of the core that no turn has, and what gives them back
 
 
 class Model:
@@ -151,7 +144,7 @@ class Model:
                         raise RequestError("the logits cannot go on: another call has begun on the same model")
                     n = min(limits.rows, first - at) if at < first else min(limits.out_rows, len(ids) - at)
                     rows = range(n) if at >= first else ()
-                    logits, _ = self._executable.run(Batch.single(ids[at : at + n], at, loan.pages, loan.slot, rows))
+                    logits, _ = self._executable.run(Batch.single(ids[at : at + n], at, loan[2], loan[1], rows))
                 if at >= first:
                     yield logits
                 at += n
@@ -165,12 +158,12 @@ class Model:
         self._give_back()
         stack = ExitStack()
         slot, pages = stack.enter_context(self._core.lend(tokens))
-        self._loan = _Loan(stack, slot, pages)
+        self._loan = (stack, slot, pages)
         return self._loan
 
     def _give_back(self) -> None:
         if self._loan is not None:
-            self._loan.stack.close()
+            self._loan[0].close()
             self._loan = None
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
