@@ -141,6 +141,12 @@ class ServerDefaults:
     keep_alive: float = 5.0  # idle connections and slow headers
     shutdown_timeout: float = 30.0
     tokenizer_threads: int = 2
+    backlog: int = 2_048  # connections that wait to be accepted
+    keep_alive_requests: int = 10_000  # of one connection
+    tls_handshake: float = 10.0
+    end_timeout: float = 0.8  # streams that are ended at a shutdown may write their last chunk for so long
+    exit_timeout: float = 3.0  # then the process ends, whatever still runs
+    cache_share: int = 4  # kept states and pages take at most free memory divided by this
 
 
 @dataclass(frozen=True)

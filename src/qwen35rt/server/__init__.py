@@ -17,8 +17,8 @@ def create_app(
     """An application for any ASGI server; its start-up begins to load the model (None: the example model).
 
     ``settings``: the flags of ``qwen35rt serve`` with underscores, such as ``ctx_size``, ``api_key`` (a list) or
-    ``allowed_hosts``; where one is absent its QWEN35RT_ variable counts, then the file ``config``, then the default. One
-    process must serve it, as each would load the model. Raises ConfigError.
+    ``allowed_hosts``; where one is absent its QWEN35RT_ variable counts, then the file ``config``, then the default.
+    Only one process may serve it, as each would load the model. Raises ConfigError.
     """
     from .app import create_app as build
     from .load import make_service
