@@ -117,13 +117,13 @@ def test_port_in_use_is_said_plainly() -> None:
     taken.close()
     with pytest.raises(ConfigError, match="no such address"):
         listen("no-such-host.invalid", 0)
-    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         listen("192.0.2.1", 0)
 
 
 def test_certificate_that_cannot_be_read(tokenizer: Tokenizer) -> None:
     settings = ServerSettings(ssl_cert_file="/nowhere/cert.pem", ssl_key_file="/nowhere/key.pem")
-    with pytest.raises(ConfigError, match="--ssl-cert-file /nowhere/cert.pem"):
+    with pytest.raises(ConfigError, match=r"--ssl-cert-file /nowhere/cert\.pem"):
         Live(Service(settings))
 
 
