@@ -49,7 +49,9 @@ class Live:
         self.error: BaseException | None = None
         pages = listen("127.0.0.1", 0) if metrics else None
         self.metrics_url = "" if pages is None else f"http://127.0.0.1:{pages.getsockname()[1]}"
-        self.process = Process(service, listen("127.0.0.1", 0), self.lines.append, pages, self.exits.append)
+        listener = listen("127.0.0.1", 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # else megabytes fit before anybody waits
+        self.process = Process(service, listener, self.lines.append, pages, self.exits.append)
         self.url = self.process.url
         self.port = int(self.url.rsplit(":", 1)[1])
         self._thread = threading.Thread(target=self._run)
@@ -124,7 +126,7 @@ def live(tokenizer: Tokenizer, *, delay: float = 0.0, metrics: bool = False, **s
     chosen = ServerSettings(**settings)
     engine = CountedEngine(tokenizer, chosen.parallel, chosen.queue_places)
     engine.delay = delay
-    return Live(Service(chosen, lambda: loaded(engine)), engine, metrics)
+    return Live(Service(chosen, lambda: loaded(engine, n_ctx=1 << 20)), engine, metrics)
 
 
 def failing(error: Exception, **settings: Any) -> Live:

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -84,7 +85,8 @@ class Process:
         if self._received >= 3:
             self._end(128 + number)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._signal.set)
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._signal.set)
 
     async def main(self) -> int:
         """Serve until the end; -> exit code. Raises what kept the model from being loaded."""
@@ -151,11 +153,9 @@ class Process:
         """Wait for so many signals in all, or so long; -> whether they came."""
         if self._received < count:
             self._signal.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._signal.wait()
-            except TimeoutError:
-                pass
         return self._received >= count
 
 
