@@ -9,20 +9,22 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from qwen35rt.engine.engine import EngineSnapshot, RunningTurn
+from qwen35rt.engine.engine import EngineSnapshot, RunningTurn, Sink
+from qwen35rt.engine.turn import Turn
+from qwen35rt.plan import Plan
 from qwen35rt.server.listen import listen
 from qwen35rt.server.model import Loaded
 from qwen35rt.server.run import Process
 from qwen35rt.server.service import Service
 from qwen35rt.server.settings import ServerSettings
 from qwen35rt.tokenizer import Tokenizer
-from tests.server.fake import FakeEngine, loaded
+from tests.server.fake import FakeEngine, Job, loaded
 
 TERM = 15
 
@@ -30,10 +32,18 @@ TERM = 15
 class CountedEngine(FakeEngine):
     """A scripted engine that tells what it is doing."""
 
-    def snapshot(self) -> Any:
+    names: Mapping[Turn, str] = {}
+
+    def submit_all(self, plans: Sequence[Plan], sink: Sink, *, request_id: str, **options: Any) -> list[Job]:
+        jobs = super().submit_all(plans, sink, request_id=request_id, **options)
+        self.names = {j.turn: request_id for j in jobs} | {t: n for t, n in self.names.items() if not t.finish_reason}
+        return jobs
+
+    def snapshot(self) -> EngineSnapshot:
         running = tuple(
-            RunningTurn("", len(j.turn.plan.ids), len(j.turn.plan.ids), j.draws, j.turn.paused)
+            RunningTurn(self.names[t], len(t.plan.ids), len(t.plan.ids), j.draws, t.paused)
             for j in list(self.running)
+            for t in [j.turn]
         )
         return EngineSnapshot("ready", "", self.slots, running, len(self.waiting), len(self.places))
 
