@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import logging.handlers
+import socket
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from .parser import real, whole
@@ -178,24 +180,26 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--model and --hf-repo name two models; give one")
     if settings.hf_file and not settings.hf_repo:
         raise ConfigError("--hf-file needs --hf-repo USER/REPO")
-    listener = _listen(settings.host, settings.port)
-    metrics = None if settings.metrics_port is None else _listen(settings.host, settings.metrics_port)
-    if not is_loopback(settings.host) and not settings.keys():
-        note(f"warning: whoever can reach {settings.host} can use this server: no API key is set")
-    if not settings.model and not settings.hf_repo:
-        note("no model was named: serving a tiny example model that only shows that things work")
+    keys = settings.keys()
     logs = _start_logging(settings.log_jsonl, args.verbose)
     try:
-        # From here on the imports are heavy; who connects meanwhile waits.
-        from ..server.loading import make_service
-        from ..server.run import run
+        with ExitStack() as sockets:
+            ports = (settings.port,) if settings.metrics_port is None else (settings.port, settings.metrics_port)
+            listeners = [sockets.enter_context(_listen(settings.host, port)) for port in ports]
+            if not is_loopback(settings.host) and not keys:
+                note(f"warning: whoever can reach {settings.host} can use this server: no API key is set")
+            if not settings.model and not settings.hf_repo:
+                note("no model was named: serving a tiny example model that only shows that things work")
+            # From here on the imports are heavy; who connects meanwhile waits.
+            from ..server.loading import make_service
+            from ..server.run import run
 
-        return run(make_service(settings, lambda: _path(settings)), listener, note, metrics)
+            return run(make_service(settings, lambda: _path(settings)), listeners[0], note, *listeners[1:])
     finally:
         logs.stop()
 
 
-def _listen(host: str, port: int) -> Any:
+def _listen(host: str, port: int) -> socket.socket:
     from ..server.listen import listen
 
     return listen(host, port)
