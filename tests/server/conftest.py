@@ -90,7 +90,7 @@ def make(tokenizer: Tokenizer) -> Iterator[Make]:
     for service in services:
         service.close()
     for engine in engines:
-        engine.close()
+        engine.stop()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import numpy as np
 from qwen35rt.backends.base import StepReport
 from qwen35rt.engine.engine import EngineSnapshot, Sink
 from qwen35rt.engine.turn import Turn
-from qwen35rt.errors import Cancelled, QueueFull, Qwen35Error
+from qwen35rt.errors import Cancelled, EngineStopped, QueueFull, Qwen35Error
 from qwen35rt.plan import Plan
 from qwen35rt.server.model import Loaded, ModelFacts
 from qwen35rt.tokenizer import Tokenizer, build_tokenizer
@@ -162,11 +162,19 @@ class FakeEngine:
         with self._wake:
             self._wake.notify_all()
 
-    def close(self) -> None:
+    def drain(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self.places and not self._ended and time.monotonic() < end:
+            time.sleep(0.005)
+        self.stop()
+
+    def stop(self) -> None:
         with self._wake:
             self._ended = True
             self._wake.notify_all()
         self._thread.join()
+        for job in self.waiting + self.running:
+            self._end(job, EngineStopped("stopped"))
 
     def _active(self) -> bool:
         jobs = self.waiting + self.running
@@ -224,7 +232,8 @@ def ended(turn: Turn) -> bool:
 
 
 class Exchange:
-    """One request over ASGI. ``messages``: what came back. ``gate``: while it is clear the client does not read."""
+    """One request over ASGI. ``messages``: what came back. ``gate``: while it is clear the client does not read;
+    ``stop_at``: a part of the body that clears it."""
 
     def __init__(
         self,
@@ -236,6 +245,7 @@ class Exchange:
         *,
         query: bytes = b"",
         complete: bool = True,
+        stop_at: bytes | None = None,
     ) -> None:
         given = [(k.lower().encode(), v.encode("latin-1")) for k, v in headers]
         if not any(k == b"host" for k, _ in given):
@@ -255,6 +265,7 @@ class Exchange:
             "server": ("localhost", 80),
             "extensions": {},
         }
+        self._stop_at = stop_at
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": not complete})
         self.messages: list[dict[str, Any]] = []
@@ -266,6 +277,8 @@ class Exchange:
     async def _send(self, message: dict[str, Any]) -> None:
         await self.gate.wait()
         self.messages.append(dict(message))
+        if self._stop_at is not None and self._stop_at in message.get("body", b""):
+            self.gate.clear()
         self._news.set()
 
     def leave(self) -> None:
@@ -323,6 +336,12 @@ class Exchange:
         async with asyncio.timeout(seconds):
             await self.task
         return self
+
+
+async def started(exchange: Exchange, events: int = 1) -> Exchange:
+    """Wait until a stream has given so many events."""
+    await exchange.until(lambda: len(exchange.lines) >= events)
+    return exchange
 
 
 async def eventually(test: Callable[[], bool], seconds: float = 3.0) -> None:

@@ -304,6 +304,11 @@ async def test_c57_offsets_are_capped_at_the_text(server: Server) -> None:
     for stop, offsets in ((["CDE"], [0, 1, 2]), (["A"], [0]), (["BCDEFG"], [0, 1, 1, 1])):
         body = await both(server, {"prompt": "a", "stop": stop, "logprobs": 0})
         assert body["choices"][0]["logprobs"]["text_offset"] == offsets
+    # The third token waits although text goes out with it: that is the first one's.
+    server.engine.say(b"b", b"b", b"b", b"x")
+    body = await both(server, {"prompt": "a", "stop": ["bbc"], "logprobs": 0})
+    assert body["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    server.engine.say(b"A", b"BC", b"DEF", b"G")
     body = await both(server, {"prompt": "hello", "stop": ["CDE"], "logprobs": 0, "echo": True})
     assert body["choices"][0]["logprobs"]["text_offset"] == [0, 5, 6, 7]
 

@@ -252,9 +252,8 @@ async def test_c2_states(tokenizer: Tokenizer) -> None:
             await refused("engine_restarting", "degraded")
         engine.state = "ready"
         assert (await ask()).status == 200
-        service.drain()
+        await service.drain(1)
         await refused("shutting_down", "draining")
-    engine.close()
     bare = Service(ServerSettings())
     bare.start()
     answer = await Exchange(create_app(bare), "POST", "/v1/completions", b'{"prompt": "a"}').end()

@@ -6,6 +6,7 @@ Owns waiting, back-pressure and withdrawal. Knows no JSON.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,12 +39,15 @@ class Place(Protocol):
 
 
 class Engine(Protocol):
-    """What the server needs of the engine; all of it is thread-safe and returns at once."""
+    """What the server needs of the engine; all of it is thread-safe; all but ``drain`` and ``stop`` return
+    at once."""
 
     @property
     def state(self) -> str: ...
     def reserve(self) -> Place: ...
     def snapshot(self) -> EngineSnapshot: ...
+    def drain(self, timeout: float) -> None: ...
+    def stop(self) -> None: ...
     def submit_all(
         self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None, request_id: str, place: Any
     ) -> Sequence[Ticket]: ...
@@ -104,6 +108,7 @@ class Turns:
         self._events: deque[tuple[int, Event]] = deque()
         self._arrived = asyncio.Event()
         self._running = len(plans)
+        self._lock = threading.Lock()  # guards the two counts that both threads change
         self._bytes, self._max_bytes = 0, max_bytes
         self._paused = self._closed = False
         self._tickets: Sequence[Ticket] = ()
@@ -133,9 +138,11 @@ class Turns:
                 async with asyncio.timeout(until - now):
                     await self._arrived.wait()
         index, event = self._events.popleft()
-        self._bytes -= _size(event)
-        if self._paused and self._bytes <= self._max_bytes // 2:
-            self._paused = False
+        with self._lock:
+            self._bytes -= _size(event)
+            resumed = self._paused and self._bytes <= self._max_bytes // 2
+            self._paused = self._paused and not resumed
+        if resumed:
             for ticket in self._tickets:
                 ticket.resume()
         return index, event
@@ -162,10 +169,22 @@ class Turns:
         """Called by the engine in its thread."""
         if self._observe is not None:
             self._observe(index, event, time.perf_counter())
-        if isinstance(event, Delta) and not self._deltas:
-            return
+        if isinstance(event, Delta):
+            if not self._deltas:
+                return
+            self._hold_back(event)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._take, index, event)
+
+    def _hold_back(self, delta: Delta) -> None:
+        """Pause where a reader is far behind. Done in the engine's thread: the event loop may be behind as well."""
+        with self._lock:
+            self._bytes += _size(delta)
+            paused = not self._paused and bool(self._tickets) and self._bytes > 3 * self._max_bytes // 4
+            self._paused = self._paused or paused
+        if paused:
+            for ticket in self._tickets:
+                ticket.pause()
 
     def _take(self, index: int, event: Event) -> None:
         if not isinstance(event, Delta):
@@ -173,11 +192,6 @@ class Turns:
         if self._closed:
             return
         self._events.append((index, event))
-        self._bytes += _size(event)
-        if not self._paused and self._bytes > 3 * self._max_bytes // 4:
-            self._paused = True
-            for ticket in self._tickets:
-                ticket.pause()
         self._arrived.set()
 
 
