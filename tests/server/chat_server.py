@@ -115,4 +115,4 @@ def opened(tokenizer: Tokenizer) -> Iterator[Open]:
     for service in services:
         service.close()
     for engine in engines:
-        engine.close()
+        engine.stop()

@@ -82,7 +82,7 @@ class Live:
             self.process.received(TERM)
         self.join()
         if isinstance(self.engine, FakeEngine):
-            self.engine.close()
+            self.engine.stop()
 
     def signal(self) -> None:
         """SIGTERM."""

@@ -121,7 +121,7 @@ class Process:
         service = self._service
         while not service.loaded.is_set():
             if await self._signalled(1, _LOAD_SECONDS):
-                service.drain()
+                service.draining = True
                 return 0
         if service.failure is not None:
             raise service.failure
@@ -132,7 +132,7 @@ class Process:
                 self._notify("the engine failed too often; the server ends")
                 await self._until_idle(2, SERVER.end_timeout)
                 return 1
-        service.drain()
+        service.draining = True
         n, seconds = service.pace.running, service.settings.shutdown_timeout
         if n:
             self._notify(f"shutting down: {n} requests may go on for {seconds:g} s; a second signal ends them")

@@ -89,6 +89,7 @@ class EventBody(ResponseBody):
 
     async def __anext__(self) -> bytes:
         self._disarm()
+        await asyncio.sleep(0)  # events that are here already must not keep the loop from others and from a lost client
         data = await anext(self._events)
         task = asyncio.current_task()
         assert task is not None
