@@ -115,8 +115,8 @@ def test_a_server_from_start_to_sigterm(model: Path, tmp_path: Path) -> None:
             lines = stream.iter_lines()
             first = next(lines)
             child.process.send_signal(signal.SIGTERM)
-            eventually(lambda: httpx.get(url + "/readyz").status_code == 503)
-            refused = httpx.post(url + "/v1/completions", json={"prompt": "x"})
+            eventually(lambda: httpx.get(url + "/readyz", timeout=30).status_code == 503)
+            refused = httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
             rest = [line for line in lines if line]
         assert first.startswith("data: ")
@@ -226,7 +226,7 @@ def test_b23_a_client_that_leaves_during_its_prompt(real: Live) -> None:
     eventually(lambda: any(t.request_id for t in service.model.engine.snapshot().running))
     connection.close()
     eventually(lambda: not service.model.engine.snapshot().running, 3)
-    assert httpx.post(real.url + "/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=10).is_success
+    assert httpx.post(real.url + "/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=30).is_success
 
 
 def test_props_of_a_real_model(real: Live, model: Path) -> None:
@@ -267,7 +267,7 @@ def test_tls_with_http_2(tmp_path: Path, tokenizer: Any) -> None:
     with live(tokenizer, ssl_cert_file=cert, ssl_key_file=key) as server:
         server.ready()
         assert server.url.startswith("https://")
-        answer = httpx.post(server.url + "/v1/completions", json={"prompt": "hello"}, verify=False)
+        answer = httpx.post(server.url + "/v1/completions", json={"prompt": "hello"}, verify=False, timeout=30)
         assert answer.json()["choices"][0]["text"] == " to be"
 
 
