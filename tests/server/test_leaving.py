@@ -170,3 +170,12 @@ async def test_c52_the_turn_is_over_before_its_last_chunks_are_read(make: Make) 
     stream.gate.set()
     await stream.end()
     assert stream.lines[-1] == "[DONE]"
+
+
+@asynchronous
+async def test_c62_an_end_that_is_never_read_is_no_success(make: Make) -> None:
+    server = make(write_timeout=0.15)
+    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 1}, stop_at=b'"text":" "')
+    await stream.end()
+    assert len(stream.lines) == 1
+    assert server.counts() == {("cancelled", "499"): 1}
