@@ -15,7 +15,7 @@ from tests.server.chat_server import HI, PATH, ChatServer, Open, opened
 from tests.server.chat_templates import PLAIN, QUIET
 from tests.server.fake import asynchronous, eventually
 
-CALL = ("<tool_call>", b"\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", "</tool_call>")
+CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
 
@@ -28,10 +28,6 @@ def open_chat(tokenizer: Tokenizer) -> Iterator[Open]:
 @pytest.fixture
 def chat(open_chat: Open) -> ChatServer:
     return open_chat()
-
-
-def say(chat: ChatServer, *pieces: str | bytes) -> None:
-    chat.engine.say(*(p.encode() if isinstance(p, str) else p for p in pieces))
 
 
 def script(chat: ChatServer, text: str) -> None:
@@ -297,7 +293,7 @@ async def test_b66_tools_reach_the_template_as_they_were_sent(open_chat: Open) -
 
 @asynchronous
 async def test_b67_calls_in_both_kinds_of_answer(chat: ChatServer) -> None:
-    script(chat, "why</think>\n\nHi \n" + "\n".join(["".join(map(str_of, CALL))] * 2))
+    script(chat, "why</think>\n\nHi \n" + f"{CALL}\n{CALL}")
     choice = await chat.both(tools=TOOLS)
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
@@ -308,14 +304,10 @@ async def test_b67_calls_in_both_kinds_of_answer(chat: ChatServer) -> None:
     assert (await chat.both())["message"]["content"].count("<tool_call>") == 2, "no tools, no calls"
 
 
-def str_of(piece: str | bytes) -> str:
-    return piece if isinstance(piece, str) else piece.decode()
-
-
 @asynchronous
 async def test_b73_a_call_in_the_reasoning_is_none(chat: ChatServer) -> None:
-    draft, call = "plan <tool_call>\n<function=f>...</tool_call> done", "".join(map(str_of, CALL))
-    script(chat, f"{draft}</think>\n\n{call}")
+    draft = "plan <tool_call>\n<function=f>...</tool_call> done"
+    script(chat, f"{draft}</think>\n\n{CALL}")
     message = (await chat.both(tools=TOOLS))["message"]
     assert (message["reasoning"], len(message["tool_calls"]), message["content"]) == (draft, 1, None)
     script(chat, draft)
@@ -326,7 +318,7 @@ async def test_b73_a_call_in_the_reasoning_is_none(chat: ChatServer) -> None:
 
 @asynchronous
 async def test_b72_a_call_that_is_cut_off(chat: ChatServer) -> None:
-    text = "</think>" + "".join(map(str_of, CALL))
+    text = "</think>" + CALL
     script(chat, text)
     whole = len(chat.engine.tokenizer.encode(text))
     for budget in range(3, whole + 1, 5):
@@ -348,7 +340,7 @@ def json_or_none(text: str) -> Any:
 @asynchronous
 async def test_b75_tool_choice(chat: ChatServer) -> None:
     call = chat.engine.tokenizer.vocab.index["<tool_call>"]
-    script(chat, "</think>" + "".join(map(str_of, CALL)))
+    script(chat, "</think>" + CALL)
     choice = await chat.both(tools=TOOLS, tool_choice="none")
     assert "tool_calls" not in choice["message"]
     assert chat.plan.banned == {call}
@@ -575,3 +567,20 @@ async def test_c62_chats_are_counted_and_release_their_places(chat: ChatServer) 
     exchange.leave()
     await exchange.end()
     await eventually(lambda: chat.idle)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n\n"])
+@asynchronous
+async def test_b61_an_answer_sent_back_begins_the_next_prompt(chat: ChatServer, space: str) -> None:
+    """Prompt and generated ids are the beginning of the next prompt, with and without text before the call."""
+    for text in (f"Sure.\n\n{CALL}\n{CALL}", CALL, "Sure."):
+        wrote = f"I look it up\n</think>\n\n{text}"
+        script(chat, wrote + (space if text == "Sure." else ""))
+        answer = (await chat.ask(tools=TOOLS)).json["choices"][0]["message"]
+        end = chat.engine.tokenizer.vocab.index["<|im_end|>"]
+        generated = (*chat.plan.ids, *chat.engine.tokenizer.encode(wrote), end)
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "r"} for c in answer.get("tool_calls", ())]
+        follow = results or [{"role": "user", "content": "And?"}]
+        kept = {"chat_template_kwargs": {"preserve_thinking": True}}
+        await chat.ask(tools=TOOLS, messages=[HI, answer, *follow], **kept)
+        assert chat.plan.ids[: len(generated)] == generated
