@@ -25,9 +25,10 @@ RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "self", "loo
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """``text``: what is tokenised. ``keep_at``: positions in ``ids`` where messages begin. ``reasoning``: the prompt
-    ends inside an open ``<think>``; ``opening``: right behind that tag."""
+    """``source``: of the template. ``text``: what is tokenised. ``keep_at``: positions in ``ids`` where messages begin.
+    ``reasoning``: the prompt ends inside an open ``<think>``; ``opening``: right behind that tag."""
 
+    source: str
     text: str
     ids: tuple[int, ...]
     keep_at: tuple[int, ...]
@@ -104,6 +105,7 @@ class _Rendering:
         opened = tail.rfind(THINK)
         reasoning = opened >= 0 and opened > tail.rfind(END_THINK)
         return ChatPrompt(
+            source=self._renderer.template.source,
             text=plain,
             ids=tuple(ids),
             keep_at=_boundaries(ids, last),
