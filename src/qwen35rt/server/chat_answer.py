@@ -28,8 +28,9 @@ _REASONING_KEYS: dict[str, tuple[str, ...]] = {
 class AnswerForm:
     """How a choice is read and written. The first five are the Scanner's.
 
-    ``one_call``: what follows the first call is dropped. ``split`` False: reasoning stays in the content, tags included. ``reasoning_field``: under which names it is told;
-    with "none" it is left out. ``prompt_ids``: told in the answer where they are given.
+    ``one_call``: what follows the first call is dropped. ``split`` False: reasoning stays in the content, tags
+    included. ``reasoning_field``: under which names it is told; with "none" it is left out. ``prompt_ids``: told in the
+    answer where they are given.
     """
 
     reasoning: bool
