@@ -83,6 +83,66 @@ def test_closed_stream_is_cancelled_and_leaves_the_model_usable(tiny: Model) -> 
     assert tiny.generate("hello", max_tokens=2, ignore_eos=True, temperature=0).usage.completion_tokens == 2
 
 
+def test_streams_read_in_turns_go_on_where_they_were(tiny: Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    for cache in (True, False):
+        alone = [tiny.generate(p, **options).text for p in ("hello", "world")]
+        streams = [tiny.stream(p, cache_prompt=cache, **options) for p in ("hello", "world")]
+        texts = ["", ""]
+        for _ in range(8):
+            for i, stream in enumerate(streams):
+                texts[i] += next(stream, "")
+        assert texts == alone
+        assert [s.completion.finish_reason for s in streams] == ["length"] * 2
+        assert tiny.generate("hello", **options).text == alone[0]
+
+
+def test_a_stream_that_is_dropped_or_closed_holds_nothing(tiny: Model) -> None:
+    options: dict[str, Any] = {"max_tokens": 50, "ignore_eos": True}
+    next(tiny.stream("hello", **options))
+    closed = tiny.stream("hello", **options)
+    next(closed)
+    closed.close()
+    tiny.generate("hello", max_tokens=1)
+    core = tiny._core
+    assert (len(core.running), len(core.waiting)) == (0, 0)
+    assert core.slots.free == core.slots.count - core.cache.entries
+
+
+def test_an_interrupted_step_drops_what_is_kept_and_nothing_else(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    alone = tiny.generate("hello world", **options).text
+    other = tiny.stream("hello world", **options)
+    text = next(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny._executable, "run", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tiny.generate("hello world", **options)
+    assert text + "".join(other) == alone
+    assert tiny.generate("hello world", **options).text == alone
+
+
+def test_logits_leave_kept_states_alone(tiny: Model) -> None:
+    ids = [int(i) for i in np.random.default_rng(4).integers(0, 256, 200)]
+    options: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    first = tiny.generate(ids, **options)
+    stream = tiny.stream(ids, max_tokens=4, temperature=0, ignore_eos=True)
+    text = next(stream)
+    entries = tiny._core.cache.entries
+    tiny.logits(ids[::-1])
+    assert tiny._core.cache.entries >= entries
+    again = tiny.generate(ids, **options)
+    assert (again.ids, again.usage.cached_tokens) == (first.ids, 192)
+    assert text + "".join(stream) == tiny.generate(ids, max_tokens=4, temperature=0, ignore_eos=True).text
+
+
+def test_c22_a_prompt_without_an_answer_can_be_kept_for_later(tiny: Model) -> None:
+    ids = [int(i) for i in np.random.default_rng(5).integers(0, 256, 100)]
+    assert tiny.generate(ids, max_tokens=0).timings.prompt_n == 0
+    longer = [*ids, 1]
+    assert tiny.generate(longer, max_tokens=1).usage.cached_tokens == 0
+
+
 def test_logits_are_of_a_fresh_state(tiny: Model) -> None:
     ids = tiny.tokenize("hello world, hello")
     whole = tiny.logits(ids)
@@ -203,6 +263,7 @@ def test_c29_a_chat_reuses_the_state_before_the_answer(tiny: Model, tiny_dense: 
     messages: list[dict[str, Any]] = [{"role": "user", "content": "tell me something long enough to count"}]
     options: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
     first = tiny.chat(messages, cache_prompt=False, **options)
+    assert tiny.chat(messages, **options).usage.cached_tokens == 0  # what is not to be cached was not kept
     again = tiny.chat(messages, **options)
     head = len(tiny.tokenize(tiny.render(messages, add_generation_prompt=False), special=True))
     assert again.usage.cached_tokens == head

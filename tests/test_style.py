@@ -27,7 +27,7 @@ LAYERS = (
     ("model", "tokenizer", "cpu_count"),
     ("backends",),
     ("engine", "plan"),
-    ("device", "machine"),
+    ("device", "machine", "parts"),
     ("api",),
     ("server",),
     ("cli", "bench", "convert", "__main__"),

@@ -1,13 +1,12 @@
-"""The Python interface: load() and Model. Puts file, tokeniser, template, device and session together."""
+"""The Python interface: load() and Model. One caller at a time drives a core of the engine, under a lock."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,19 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .backends.base import Float, KvType, Limits
+from .backends.base import Batch, Float, Int, KvType
 from .config import ENGINE
-from .device import Choice, choose_device
-from .engine.result import Completion
-from .engine.session import Session, Turn
-from .errors import ConfigError, ContextLengthExceeded, EngineStopped, ModelFileError, RequestError, TemplateError
-from .model.example import example_model
-from .model.gguf_file import GgufFile, open_gguf
-from .model.source import Source, open_source
+from .engine.core import Core, Event
+from .engine.result import Completion, Delta
+from .engine.sampler import make_workspace
+from .engine.sizes import pool_limits
+from .engine.turn import Turn
+from .errors import ContextLengthExceeded, EngineStopped, RequestError, TemplateError
+from .parts import Parts, check_count, open_parts
 from .plan import Plan, check_ids, make_plan, sampling_params
-from .tokenizer import ChatTemplate, Tokenizer, build_tokenizer, read_chat_template
-
-log = logging.getLogger(__name__)
+from .tokenizer import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
 ProgressFn = Callable[[str, int, int], None]
@@ -55,84 +52,39 @@ def load(
     without it the file is read as it is used.
     Raises ModelFileError or UnsupportedModel for the file, BackendUnavailable for the device, ConfigError for the rest.
     """
-    choice = choose_device(device, threads, isa)
-    log.info("%s", choice.description)
     rows = ENGINE.n_batch if n_batch is None else n_batch
-    for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", rows, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise ConfigError(f"{name} is {value!r}; a whole number of at least {low} is needed")
-    if path is None:
-        log.info("no model was named: a tiny example model is used, which only shows that things work")
-    source = open_source(path, progress)
-    tokenizer = _tokenizer(source.file)
-    if tokenizer.n_vocab != source.program.n_vocab:
-        raise ModelFileError(
-            f"{source.path}: the tokenizer has {tokenizer.n_vocab} tokens and the model {source.program.n_vocab}"
-        )
-    return Model(source, tokenizer, choice, _context(n_ctx, source), rows, kv_dtype)
+    check_count("n_batch", rows, 1)
+    return Model(open_parts(path, device, threads, isa, n_ctx, progress), rows, kv_dtype)
 
 
-def open_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokeniser of a model file (None: the example model) without its weights."""
-    with open_gguf(example_model() if path is None else path) as file:
-        return _tokenizer(file)
-
-
-def _tokenizer(file: GgufFile) -> Tokenizer:
-    """The file's tokeniser; errors name the file."""
-    with _naming(file):
-        return build_tokenizer(file.metadata)
-
-
-@contextmanager
-def _naming(file: GgufFile) -> Iterator[None]:
-    """Faults of keys that are read without their file name it too."""
-    try:
-        yield
-    except ModelFileError as e:
-        if str(file.path) in str(e):
-            raise
-        raise type(e)(f"{file.path}: {e}") from None
-
-
-def _context(asked: int | None, source: Source) -> int:
-    own = source.hparams.n_ctx_train
-    if asked == 0:
-        return own
-    if asked is not None and asked > own:
-        log.warning("the context is %d tokens: the model has no more, %d were asked for", own, asked)
-    return min(own, ENGINE.n_ctx if asked is None else asked)
+_Loan = tuple[ExitStack, int, Int]  # a slot and pages of the core that no turn has, and what gives them back
 
 
 class Model:
-    """An open model with one sequence. Calls from several threads wait for each other.
+    """An open model that runs one sequence at a time. Calls from several threads wait for each other; streams that are
+    read in turns share it, each going on where it was.
 
     ``path``, ``metadata``, ``n_ctx``, ``n_vocab`` describe it. Use it as a context manager or call ``close``.
     """
 
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, choice: Choice, n_ctx: int, n_batch: int, kv_dtype: KvType = "f16"
-    ) -> None:
+    def __init__(self, parts: Parts, n_batch: int = ENGINE.n_batch, kv_dtype: KvType = "f16") -> None:
+        source, tokenizer, choice = parts.source, parts.tokenizer, parts.choice
+        self.parts = parts
         self.path: Path = source.path
         self.metadata: Mapping[str, Any] = source.file.metadata
-        self.n_ctx, self.n_vocab = n_ctx, tokenizer.n_vocab
+        self.n_ctx, self.n_vocab = parts.n_ctx, tokenizer.n_vocab
         self.device, self.device_description = choice.backend.name, choice.description
         self.description = source.description
-        self._source = source
-        self._tokenizer = tokenizer
-        with _naming(source.file):
-            self._template: ChatTemplate | None = read_chat_template(self.metadata, tokenizer.vocab)
-        # Two slots: the second keeps a state for prompts that share the beginning.
-        limits = Limits(
-            rows=min(n_batch, n_ctx),
-            out_rows=min(n_batch, n_ctx, ENGINE.logits_rows),
-            slots=2,
-            pages=-(-n_ctx // ENGINE.page_tokens),
-            page_tokens=ENGINE.page_tokens,
-            kv_dtype=kv_dtype,
+        self._source, self._tokenizer, self._template = source, tokenizer, parts.template
+        state = source.program.state
+        page_bytes = state.page_bytes(ENGINE.page_tokens, 2 if kv_dtype == "f16" else 4)
+        limits = pool_limits(
+            source.program, self.n_ctx, n_batch, 1, self._cache_bytes(state.state_bytes(), page_bytes), kv_dtype
         )
         self._executable = choice.backend.compile(source.program, limits)
-        self._session = Session(self._executable, tokenizer)
+        self._workspace = make_workspace(self.n_vocab)
+        self._core = self._new_core()
+        self._loan: _Loan | None = None
         self._lock = threading.RLock()
         self._closed = False
 
@@ -179,20 +131,40 @@ class Model:
         return self._logits_slices(ids, first)
 
     def _logits_slices(self, ids: list[int], first: int) -> Iterator[Float]:
-        session, limits = self._session, self._executable.limits
+        limits = self._executable.limits
+        loan: _Loan | None = None
         at = 0
-        while at < len(ids):
+        try:
+            while at < len(ids):
+                with self._lock:
+                    self._check_open()
+                    if loan is None:
+                        loan = self._borrow(len(ids))
+                    elif loan is not self._loan:
+                        raise RequestError("the logits cannot go on: another call has begun on the same model")
+                    n = min(limits.rows, first - at) if at < first else min(limits.out_rows, len(ids) - at)
+                    rows = range(n) if at >= first else ()
+                    logits, _ = self._executable.run(Batch.single(ids[at : at + n], at, loan[2], loan[1], rows))
+                if at >= first:
+                    yield logits
+                at += n
+        finally:
             with self._lock:
-                self._check_open()
-                if at == 0:
-                    session.reset()
-                elif session.ids != ids[:at]:
-                    raise RequestError("the logits cannot go on: another call has begun on the same model")
-                n = min(limits.rows, first - at) if at < first else min(limits.out_rows, len(ids) - at)
-                logits, _ = session.step(ids[at : at + n], range(n) if at >= first else ())
-            if at >= first:
-                yield logits
-            at += n
+                if loan is self._loan:
+                    self._give_back()
+
+    def _borrow(self, tokens: int) -> _Loan:
+        """A slot and pages outside of any turn, until the next call on the model."""
+        self._give_back()
+        stack = ExitStack()
+        slot, pages = stack.enter_context(self._core.lend(tokens))
+        self._loan = (stack, slot, pages)
+        return self._loan
+
+    def _give_back(self) -> None:
+        if self._loan is not None:
+            self._loan[0].close()
+            self._loan = None
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
         """Continue a text or token ids; see ``stream`` for the options. No chat template is applied."""
@@ -263,7 +235,10 @@ class Model:
         """
         accepted = time.perf_counter()
         params = sampling_params(sampling, self.metadata, self.n_vocab)
-        ids, keep_at = self._chat_ids(messages, tools, enable_thinking, template_options or {})
+        given = dict(template_options or {})
+        if enable_thinking is not None:
+            given["enable_thinking"] = enable_thinking
+        ids, keep_at = self._need_template().chat_prompt(self._tokenizer, messages, tools, **given)
         plan = make_plan(
             ids,
             params,
@@ -286,7 +261,6 @@ class Model:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._session.reset()
                 self._executable.close()
                 self._source.file.close()
 
@@ -300,7 +274,32 @@ class Model:
         self, plan: Plan, accepted: float, progress: ProgressFn | None, cancelled: Callable[[], bool] | None
     ) -> Stream:
         self._check_open()
-        return Stream(self._session.turn(plan, accepted, progress, cancelled), self._lock)
+        return Stream(self, Turn(plan, self._tokenizer, accepted, self._workspace), progress, cancelled)
+
+    def _step(self, turn: Turn) -> list[Event]:
+        """One step for a turn; -> what happened to it. Others are paused meanwhile, as they are between their steps."""
+        self._give_back()
+        core = self._core
+        if not turn.begun and turn not in core.waiting:
+            core.add(turn)
+        turn.paused = False
+        try:
+            return [event for of, event in core.step() if of is turn]
+        except BaseException:  # how far the step came is not known: all that is in the pools is lost
+            self._core = self._new_core()
+            for other in [*(s.turn for s in core.running), *core.waiting]:
+                if other is not turn:
+                    self._core.add(other)
+            raise
+        finally:
+            turn.paused = True
+
+    def _new_core(self) -> Core:
+        exe = self._executable
+        return Core(exe, self._tokenizer, 1, self._cache_bytes(exe.state_bytes, exe.page_bytes))
+
+    def _cache_bytes(self, state_bytes: int, page_bytes: int) -> int:
+        return ENGINE.cache_states * state_bytes + -(-self.n_ctx // ENGINE.page_tokens) * page_bytes
 
     def _finish(self, stream: Stream) -> Completion:
         with self._lock:
@@ -314,22 +313,6 @@ class Model:
         ids = self._tokenizer.encode(prompt, special=parse_special)
         vocab = self._tokenizer.vocab
         return [vocab.bos, *ids] if vocab.add_bos and vocab.bos is not None else ids
-
-    def _chat_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        enable_thinking: bool | None,
-        options: Mapping[str, Any],
-    ) -> tuple[list[int], int]:
-        """-> ids of the prompt, and where its last message ends: the next prompt most likely shares what is before."""
-        template = self._need_template()
-        given = dict(options)
-        if enable_thinking is not None:
-            given["enable_thinking"] = enable_thinking
-        ids = template.render_ids(self._tokenizer, messages, tools, **given)
-        before = template.render_ids(self._tokenizer, messages, tools, add_generation_prompt=False, **given)
-        return ids, len(before) if ids[: len(before)] == before else 0
 
     def _need_template(self) -> ChatTemplate:
         if self._template is None:
@@ -350,11 +333,17 @@ def _as_list(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
 
 
 class Stream:
-    """An iterator over the pieces of an answer; ``completion`` holds the result once it has ended."""
+    """An iterator over the pieces of an answer; ``completion`` holds the result once it has ended.
 
-    def __init__(self, turn: Turn, lock: AbstractContextManager[Any]) -> None:
-        self._turn, self._lock = turn, lock
-        self._deltas = iter(turn)
+    One that is closed, or that nobody holds any more, is cancelled.
+    """
+
+    def __init__(
+        self, model: Model, turn: Turn, progress: ProgressFn | None, cancelled: Callable[[], bool] | None
+    ) -> None:
+        self._model, self._turn = model, turn
+        self._progress, self._cancelled = progress, cancelled
+        self._shown = -1  # tokens of the prompt that were reported
         self._ended = False
 
     def __iter__(self) -> Iterator[str]:
@@ -362,19 +351,50 @@ class Stream:
 
     def __next__(self) -> str:
         while not self._ended:
-            with self._lock:
-                delta = next(self._deltas, None)
-            if delta is None:
-                self._ended = True
-            elif delta.text:
-                return delta.text
+            with self._model._lock:
+                text = self._advance()
+            if text:
+                return text
         raise StopIteration
 
     def close(self) -> None:
         """Stop here; ``completion`` then says "cancelled" unless the answer had ended."""
-        self._ended = True
+        self._turn.cancelled = self._ended = True
+
+    def __del__(self) -> None:
+        self._turn.cancelled = True
 
     @property
     def completion(self) -> Completion:
         """The result of the turn: complete at the end, what there is so far before."""
         return self._turn.completion
+
+    def _advance(self) -> str:
+        """One step; -> text that became final with it."""
+        self._model._check_open()
+        turn = self._turn
+        if self._cancelled is not None and turn.finish_reason is None and self._cancelled():
+            turn.cancelled = True
+        self._report()
+        text = ""
+        try:
+            for event in self._model._step(turn):
+                if isinstance(event, Delta):
+                    text += event.text
+                else:
+                    self._ended = True
+                    if not isinstance(event, Completion):
+                        raise event
+        except BaseException:
+            self._ended = True
+            raise
+        self._report()
+        return text
+
+    def _report(self) -> None:
+        """Progress of the prompt, without what came from a kept state."""
+        turn = self._turn
+        done = turn.prompt_computed
+        if self._progress is not None and turn.finish_reason != "cancelled" and done > self._shown:
+            self._shown = done
+            self._progress("prompt", done, len(turn.plan.ids) - turn.cached)

@@ -34,6 +34,14 @@ class EngineDefaults:
     logits_rows: int = 64  # rows of one step whose logits can be asked for
     keep_every: int = 1_024  # tokens of a long prompt after which its state is kept for later prompts
     prefill_rows_beside_decode: int = 256  # rows of prompts in a step in which others decode
+    cache_states: int = 4  # states that a Model keeps for later prompts, with the pages of one context
+    max_cache_states: int = 256  # states that any cache keeps at most
+    keep_messages: int = 4  # last messages of a conversation behind which the state is kept
+    keep_least: int = 32  # tokens of a system prompt from which on its state is kept
+    parallel: int = 4  # turns that run at once in a server
+    queue: int = 64  # requests that wait for a place at most
+    max_restarts: int = 3  # after faults of a backend, within ...
+    restart_window: float = 600.0  # ... so many seconds
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,12 @@ class ServerDefaults:
     keep_alive: float = 5.0  # idle connections and slow headers
     shutdown_timeout: float = 30.0
     tokenizer_threads: int = 2
+    backlog: int = 2_048  # connections that wait to be accepted
+    keep_alive_requests: int = 10_000  # of one connection
+    tls_handshake: float = 10.0
+    end_timeout: float = 0.8  # streams that are ended at a shutdown may write their last chunk for so long
+    exit_timeout: float = 3.0  # then the process ends, whatever still runs
+    cache_share: int = 4  # kept states and pages take at most free memory divided by this
 
 
 @dataclass(frozen=True)

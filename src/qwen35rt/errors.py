@@ -77,3 +77,11 @@ class Cancelled(Qwen35Error):
 
 class EngineStopped(Qwen35Error):
     """The engine is not running any more."""
+
+
+class EngineLoading(EngineStopped):
+    """The engine does not run yet: its model is being made ready."""
+
+
+class EngineRestarting(EngineStopped):
+    """The engine failed and starts anew; the turns that ran are lost, later ones are welcome."""

@@ -213,10 +213,13 @@ def test_a_partly_filled_page_is_shared_by_copying_it(
     """Two sequences go on from 20 tokens: page 3 is shared, of page 1, which holds 4 of them, each has its own."""
     rng = np.random.default_rng(16)
     prefix, ends = rng.integers(0, VOCAB, 20), rng.integers(0, VOCAB, (2, 9))
-    exe = implementation.make().compile(_attentive(), Limits(60, 60, 2, 4, 16, kv_dtype))
+    backend, limits = implementation.make(), Limits(60, 60, 2, 4, 16, kv_dtype)
+    exe, other = backend.compile(_attentive(), limits), backend.compile(_attentive(), limits)
     alone = [
-        exe.run(Batch.single([*prefix, *end], 0, np.array([0, 2]), out_rows=range(20, 29)))[0].copy() for end in ends
+        other.run(Batch.single([*prefix, *end], 0, np.arange(2), out_rows=range(20, 29)))[0].copy() for end in ends
     ]
+    other.close()
+    exe.run(Batch.single(rng.integers(0, VOCAB, 32), 0, np.array([0, 2])))  # page 2 is not clean
     exe.run(Batch.single(prefix, 0, np.array([3, 1])))
     exe.copy_page(1, 2)
     positions = np.broadcast_to(np.tile(np.arange(20, 29), 2), (3, 18))

@@ -57,7 +57,7 @@ class Server:
     @property
     def idle(self) -> bool:
         """Nothing is held any more."""
-        return not (self.service.places.taken or self.engine.running or self.engine.waiting)
+        return not (self.engine.places or self.engine.running or self.engine.waiting)
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ def make(tokenizer: Tokenizer) -> Iterator[Make]:
 
     def build(*, facts: dict[str, Any] | None = None, of: Tokenizer | None = None, **settings: Any) -> Server:
         chosen = ServerSettings(**settings)
-        engine = FakeEngine(of or tokenizer, chosen.parallel)
+        engine = FakeEngine(of or tokenizer, chosen.parallel, chosen.queue_places)
         service = Service(chosen, lambda: loaded(engine, **(facts or {})))
         engines.append(engine)
         services.append(service)

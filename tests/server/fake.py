@@ -16,7 +16,7 @@ import numpy as np
 
 from qwen35rt.backends.base import StepReport
 from qwen35rt.engine.turn import Turn
-from qwen35rt.errors import Cancelled, Qwen35Error
+from qwen35rt.errors import Cancelled, QueueFull, Qwen35Error
 from qwen35rt.plan import Plan
 from qwen35rt.server.model import Loaded, ModelFacts
 from qwen35rt.server.turns import Sink
@@ -61,6 +61,16 @@ def tiny_merges() -> tuple[str, ...]:
     return MERGES
 
 
+class FakePlace:
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.turns = 0
+        engine.places.add(self)
+
+    def release(self) -> None:
+        self._engine.places.discard(self)
+
+
 @dataclass(eq=False)
 class Job:
     turn: Turn
@@ -68,6 +78,7 @@ class Job:
     sink: Sink
     engine: FakeEngine
     script: Iterator[int]
+    place: FakePlace
     draws: int = 0
 
     def cancel(self) -> None:
@@ -86,8 +97,9 @@ class FakeEngine:
     """``slots`` turns at a time, a token each per step of ``delay`` seconds. ``script``: plan -> ids, then the end;
     ``fault``: (turn, tokens drawn) -> an error that ends it, or None."""
 
-    def __init__(self, tokenizer: Tokenizer, slots: int = 4) -> None:
-        self.tokenizer, self.slots = tokenizer, slots
+    def __init__(self, tokenizer: Tokenizer, slots: int = 4, queue: int = 64) -> None:
+        self.tokenizer, self.slots, self.queue = tokenizer, slots, queue
+        self.places: set[FakePlace] = set()
         self.state = "ready"
         self.delay = 0.0
         self.script: Callable[[Plan], Iterable[int]] = lambda plan: self.ids(b" to", b" be")
@@ -120,19 +132,31 @@ class FakeEngine:
         """Say this to every prompt."""
         self.script = lambda plan: self.ids(*pieces)
 
+    def reserve(self) -> FakePlace:
+        if self.refuse is not None:
+            raise self.refuse
+        if len(self.places) >= self.slots + self.queue:
+            raise QueueFull("full")
+        return FakePlace(self)
+
     def submit_all(
-        self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None = None, request_id: str = ""
+        self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None, request_id: str, place: FakePlace
     ) -> list[Job]:
         if self.refuse is not None:
             raise self.refuse
+        place.turns = len(plans)
         jobs = [
-            Job(Turn(p, self.tokenizer, accepted), i, sink, self, iter(self.script(p))) for i, p in enumerate(plans)
+            Job(Turn(p, self.tokenizer, accepted), i, sink, self, iter(self.script(p)), place)
+            for i, p in enumerate(plans)
         ]
         with self._wake:
             self.submitted += plans
             self.waiting += jobs
             self._wake.notify_all()
         return jobs
+
+    def snapshot(self) -> None:
+        return None
 
     def notify(self) -> None:
         with self._wake:
@@ -167,11 +191,14 @@ class FakeEngine:
 
     def _end(self, job: Job, error: Qwen35Error | None = None) -> None:
         (self.running if job in self.running else self.waiting).remove(job)
+        job.place.turns -= 1
+        if not job.place.turns:
+            job.place.release()
         job.sink(job.index, job.turn.completion if error is None else error)
 
     def _step(self, job: Job) -> None:
         turn, ids = job.turn, job.turn.plan.ids
-        if turn.finish_reason is not None:
+        if ended(turn):
             self._end(job)
             return
         error = self.fault(turn, job.draws)
@@ -187,8 +214,13 @@ class FakeEngine:
         job.draws += 1
         delta = turn.draw(logits)
         job.sink(job.index, delta)
-        if turn.finish_reason is not None:
+        if ended(turn):
             self._end(job)
+
+
+def ended(turn: Turn) -> bool:
+    """Whether nothing more comes of it."""
+    return turn.finish_reason is not None
 
 
 class Exchange:

@@ -38,6 +38,11 @@ class Limits:
         if self.kv_dtype not in get_args(KvType):
             raise ConfigError(f"no pages of type {self.kv_dtype!r}; known: {', '.join(get_args(KvType))}")
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one number in a page."""
+        return 2 if self.kv_dtype == "f16" else 4
+
 
 def _nothing() -> Int:
     return np.zeros(0, np.int32)

@@ -93,12 +93,12 @@ class ReferenceExecutable:
     @property
     def state_bytes(self) -> int:
         """Bytes of one slot."""
-        return (self.delta.nbytes + self.conv.nbytes) // self.limits.slots
+        return self.program.state.state_bytes(self.delta.itemsize)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return (self.keys.nbytes + self.values.nbytes) // self.limits.pages
+        return self.program.state.page_bytes(self.limits.page_tokens, self.keys.itemsize)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy a recurrent state."""

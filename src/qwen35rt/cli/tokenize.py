@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; weights are not loaded."""
-    from ..api import open_tokenizer
     from ..errors import ConfigError
+    from ..parts import open_tokenizer
     from .console import model_path, setup_logging
 
     setup_logging(args.verbose)

@@ -7,8 +7,9 @@ a radix tree over token ids. Knows nothing of sessions and of what lies in slots
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from .pools import Pages, Slots
 
@@ -19,6 +20,7 @@ class Entry:
     def __init__(self, node: _Node, slot: int, pages: tuple[int, ...], used: int) -> None:
         self.slot, self.pages, self.used, self.pins = slot, pages, used, 0
         self._node = node
+        self._numbers = np.array(pages, np.int32)
 
     @property
     def position(self) -> int:
@@ -47,8 +49,9 @@ class _Node:
 class PrefixCache:
     """Entries whose states and distinct pages never take more than ``limit_bytes``; 0 turns it off.
 
-    Least useful first out: the tokens that an entry saves, per byte that it alone holds, divided by the lookups since
-    it was last of use.
+    Least useful first out: the tokens that an entry saves, per byte that it alone holds, divided by its age: lookups
+    and new entries since it was made or last of use. So where there is little room the latest states of a conversation
+    outlive those between.
     """
 
     def __init__(self, pages: Pages, slots: Slots, page_bytes: int, state_bytes: int, limit_bytes: int) -> None:
@@ -58,7 +61,8 @@ class PrefixCache:
         self.evictions = 0
         self._root = _Node((), None)
         self._entries: dict[Entry, None] = {}
-        self._holders: Counter[int] = Counter()  # entries that refer to a page
+        self._holders = np.zeros(pages.count, np.int32)  # entries that refer to a page
+        self._distinct = 0  # pages that any entry refers to
         self._tick = 0
 
     @property
@@ -69,7 +73,7 @@ class PrefixCache:
     @property
     def bytes(self) -> int:
         """What the entries take: their states, and each page once."""
-        return len(self._entries) * self._state_bytes + len(self._holders) * self._page_bytes
+        return len(self._entries) * self._state_bytes + self._distinct * self._page_bytes
 
     def find(self, ids: Sequence[int]) -> Entry | None:
         """The entry of the longest proper prefix of ``ids``; it counts as used."""
@@ -97,6 +101,7 @@ class PrefixCache:
         ids = tuple(ids)
         if not ids or self._state_bytes + len(pages) * self._page_bytes > self.limit_bytes:
             return None
+        self._tick += 1
         present = self._exact(ids)
         if present is not None:
             present.used = self._tick
@@ -111,7 +116,8 @@ class PrefixCache:
         self._entries[entry] = None
         for page in entry.pages:
             self._pages.share(page)
-            self._holders[page] += 1
+        self._distinct += int(np.count_nonzero(self._holders[entry._numbers] == 0))
+        self._holders[entry._numbers] += 1
         return entry
 
     def evict(self) -> bool:
@@ -131,9 +137,8 @@ class PrefixCache:
         self._slots.give(entry.slot)
         for page in entry.pages:
             self._pages.drop(page)
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                del self._holders[page]
+        self._holders[entry._numbers] -= 1
+        self._distinct -= int(np.count_nonzero(self._holders[entry._numbers] == 0))
         node = entry._node
         node.entry = None
         self._tidy(node)
@@ -144,12 +149,12 @@ class PrefixCache:
             self.remove(entry)
 
     def _use(self, entry: Entry) -> float:
-        own = sum(self._holders[p] == 1 for p in entry.pages)
+        own = int(np.count_nonzero(self._holders[entry._numbers] == 1))
         age = 1 + self._tick - entry.used
         return entry.gain / (age * (self._state_bytes + own * self._page_bytes))
 
     def _bytes_with(self, pages: Sequence[int]) -> int:
-        new = sum(p not in self._holders for p in pages)
+        new = int(np.count_nonzero(self._holders[np.array(pages, np.int32)] == 0))
         return self.bytes + self._state_bytes + new * self._page_bytes
 
     def _exact(self, ids: tuple[int, ...]) -> Entry | None:

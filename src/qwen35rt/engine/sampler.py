@@ -282,15 +282,21 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> tuple
 
     Raises GenerationFailed where logits are NaN or +Inf.
     """
-    top = float(logits.max())
-    if not np.isfinite(top):
-        _raise_for(_native.SAMPLE_NOT_FINITE)
+    top = check_finite(logits)
     total = top + float(np.log(np.exp(logits - top, dtype=np.float64).sum()))
     if not n_top:
         return float(logits[token]) - total, ()
     best = np.argpartition(-logits, n_top - 1)[:n_top]
     best = best[np.lexsort((best, -logits[best]))]
     return float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in best)
+
+
+def check_finite(logits: npt.NDArray[np.float32]) -> float:
+    """The largest of raw logits [n_vocab]. Raises GenerationFailed where logits are NaN or +Inf."""
+    top = float(logits.max())  # NaN, where there is one
+    if not np.isfinite(top):
+        _raise_for(_native.SAMPLE_NOT_FINITE)
+    return top
 
 
 def make_workspace(n_vocab: int) -> npt.NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from ..plan import Markup, Plan
 from ..tokenizer.base import Tokenizer
 from ..tokenizer.detok import Detokenizer
 from .result import Completion, Delta, Timings, TokenLogprob, Usage
-from .sampler import Sampler, logprob_of
+from .sampler import Sampler, check_finite, logprob_of
 
 
 class Turn:
@@ -34,7 +34,8 @@ class Turn:
         self.plan = plan
         self.ids = list(plan.ids)
         self.cancelled = self.paused = False
-        self.finish_reason: str | None = "length" if plan.budget == 0 and not plan.prompt_logprobs else None
+        runs = plan.budget > 0 or plan.prompt_logprobs or plan.warm
+        self.finish_reason: str | None = None if runs else "length"
         self._stop_reason: str | int | None = None
         self._eog = tokenizer.eog
         self._ends = tokenizer.eog.union(plan.params.stop_token_ids)
@@ -50,10 +51,11 @@ class Turn:
         self._detok = Detokenizer(tokenizer, plan.params.stop, plan.skip_special, plan.include_stop)
         markup = plan.markup or Markup()
         self._markup = markup
-        self._reasoning = markup.reasoning
-        self._detok.armed = not markup.reasoning
-        self._forced = list(markup.closing[::-1]) if markup.reasoning and markup.budget == 0 else []  # next one last
+        self._reasoning, self._call = markup.reasoning, False
+        self._forced: list[int] = []  # next one last
+        self._closing = False  # ``markup.closing`` is being written or was
         self._reasoning_tokens = 0
+        self._close_reasoning()
         self._drawn: list[int] = []  # counted tokens: without a final one that ends the turn
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -80,22 +82,47 @@ class Turn:
             prompt_logprobs=list(self._prompt_logprobs) if self.plan.prompt_logprobs else None,
         )
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step has been made for it."""
+        return self._first_step > 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn so far, without a final one that ends the turn."""
+        return len(self._drawn)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were taken from a kept state."""
+        return self._cached
+
+    @property
+    def prompt_computed(self) -> int:
+        """Tokens of the prompt that were computed so far."""
+        return self._prefilled
+
     def began(self, cached: int) -> None:
         """Its first step comes; ``cached`` tokens of the prompt are in the state already."""
         if not self._first_step:
             self._first_step = time.perf_counter()
             self._cached = cached
 
-    def stepped(self, report: StepReport, prompt_rows: int) -> None:
-        """A step computed rows of this turn, ``prompt_rows`` of them for the first time and of the prompt."""
+    def stepped(self, report: StepReport, held: int) -> None:
+        """A step computed rows of this turn, so that ``held`` tokens are in the state now."""
         self._steps += 1
         self._gpu_steps += report.on_gpu
-        self._prefilled += prompt_rows
+        # A turn that lost its memory computes rows again: they count once.
+        self._prefilled = max(self._prefilled, min(held, len(self.plan.ids)) - self._cached)
 
     def read_prompt(self, first: int, logits: Float) -> None:
-        """Logits [n, n_vocab] after the prompt's tokens from number ``first`` on, without those after the last one."""
+        """Logits [n, n_vocab] after the prompt's tokens from number ``first`` on, without those after the last one.
+
+        Rows that were read before are passed over. Raises GenerationFailed.
+        """
         n_top = self.plan.params.logprobs or 0
-        for at, row in enumerate(logits, first + 1):
+        known = len(self._prompt_logprobs)
+        for at, row in enumerate(logits[max(0, known - first - 1) :], known):
             token = self.plan.ids[at]
             self._prompt_logprobs.append(TokenLogprob(token, *logprob_of(row, token, n_top)))
 
@@ -119,7 +146,9 @@ class Turn:
         self._sampler.accept(token)
         self._drawn.append(token)
         self.ids.append(token)
+        inside = self._inside
         self._read_markup(token)
+        self._detok.armed = not (inside or self._inside)  # tags belong to what they enclose
         text = self._detok.push(token)
         if self._detok.stopped:
             self.finish_reason, self._stop_reason = "stop", self._detok.stop_reason
@@ -136,6 +165,7 @@ class Turn:
         n_top = self.plan.params.logprobs
         if self._forced:
             token = self._forced.pop()
+            check_finite(logits)
             if n_top is not None:
                 self._logprobs.append(TokenLogprob(token, *logprob_of(logits, token, n_top)))
             return token
@@ -146,25 +176,30 @@ class Turn:
 
     def _read_markup(self, token: int) -> None:
         markup = self._markup
-        if self._reasoning:
+        if self._reasoning or (token == markup.think and len(self._drawn) == 1):
             self._reasoning_tokens += 1
-            if token == markup.think_end:
-                self._reasoning, self._detok.armed = False, True
-                self._forced.clear()
-            elif self._reasoning_tokens == markup.budget:
-                self._forced = list(markup.closing[::-1])
-        elif token == markup.think and len(self._drawn) == 1:
-            self._reasoning, self._detok.armed = True, False
-            self._reasoning_tokens += 1
+            self._reasoning = token != markup.think_end
+            self._close_reasoning()
         elif token == markup.call:
-            self._detok.armed = False
+            self._call = True
         elif token == markup.call_end:
-            self._detok.armed = True
+            self._call = False
             if markup.one_call:
                 self.finish_reason = "stop"
 
+    @property
+    def _inside(self) -> bool:
+        return self._reasoning or self._call
+
+    def _close_reasoning(self) -> None:
+        """Have the closing written if the budget of reasoning is spent."""
+        if self._reasoning and not self._closing and 0 <= self._markup.budget <= self._reasoning_tokens:
+            self._closing = True
+            self._forced = list(self._markup.closing[::-1])
+
     def _delta(self, text: str) -> Delta:
-        self._text.append(text)
+        if text:
+            self._text.append(text)
         ids, logprobs = tuple(self._drawn[self._sent_ids :]), tuple(self._logprobs[self._sent_logprobs :])
         self._sent_ids, self._sent_logprobs = len(self._drawn), len(self._logprobs)
         return Delta(text, ids, logprobs)

@@ -104,6 +104,15 @@ class StateShape:
     channels: int
     conv_kernel: int
 
+    def state_bytes(self, value_bytes: int = 4) -> int:
+        """Bytes of the delta and conv state of one sequence."""
+        delta = self.v_heads * self.d * self.d
+        return self.delta_layers * (delta + self.channels * (self.conv_kernel - 1)) * value_bytes
+
+    def page_bytes(self, page_tokens: int, value_bytes: int) -> int:
+        """Bytes of the keys and values of ``page_tokens`` tokens in all attention layers."""
+        return 2 * self.attention_layers * self.kv_heads * page_tokens * self.head_dim * value_bytes
+
 
 @dataclass(frozen=True)
 class Program:

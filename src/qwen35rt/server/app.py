@@ -13,17 +13,18 @@ from typing import Any, cast
 
 from quart import Quart, Response, request
 
-from . import chat_routes, completions, health
+from . import chat_routes, completions, health, models, state, text
 from .answer import Json
 from .errors import NotBuiltYet, describe
 from .incoming import note_ignored, read_request
 from .record import KEY, Record, Recorder
+from .routes import STAGE_2, STAGE_3
 from .service import Service
 from .stream import json_response
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Service, Record], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]  # of the service, the request's record and the arguments of the path
 
 
 @dataclass(frozen=True)
@@ -55,44 +56,15 @@ ROUTES: tuple[Route, ...] = (
     Route("/livez", GET, health.livez, key=False, open=True),
     Route("/readyz", GET, health.health, key=False, open=True),
     Route("/metrics", GET, health.metrics),
-    Route("/version", GET, health.version),
-    # Later stages, by name.
-    *(
-        Route(path, POST)
-        for path in (
-            "/tokenize",
-            "/detokenize",
-            "/slots/<id>",
-            "/v1/responses",
-            "/v1/responses/input_tokens",
-            "/v1/messages",
-            "/v1/messages/count_tokens",
-            "/api/generate",
-            "/api/chat",
-            "/api/show",
-            "/api/embed",
-            "/v1/embeddings",
-            "/infill",
-            "/models/load",
-        )
-    ),
-    *(
-        Route(path, GET)
-        for path in (
-            "/v1/models",
-            "/v1/models/<path:id>",
-            "/props",
-            "/slots",
-            "/load",
-            "/openapi.json",
-            "/docs",
-            "/api/tags",
-            "/api/ps",
-            "/api/version",
-            "/lora-adapters",
-            "/",
-        )
-    ),
+    Route("/v1/models", GET, models.list_models),
+    Route("/v1/models/<path:id>", GET, models.get_model),
+    Route("/tokenize", POST, text.tokenize),
+    Route("/detokenize", POST, text.detokenize),
+    Route("/props", GET, state.props),
+    Route("/slots", GET, state.slots),
+    Route("/version", GET, state.version),
+    Route("/load", GET, state.load),
+    *(Route(path, (method,)) for method, path in STAGE_2 + STAGE_3),
 )
 
 

@@ -36,6 +36,7 @@ async def health(service: Service, record: Record) -> Response:
         headers = told.headers
     if service.guard.has_key(request.headers):
         answer |= {"version": __version__, "uptime_s": round(time.monotonic() - service.started, 1)}
+        answer["progress"] = round(service.progress, 3)
         if state in ("ready", "degraded"):
             facts = service.model.facts
             answer |= {"device": facts.device, "reason": facts.reason, "model": facts.id}
@@ -48,11 +49,6 @@ async def metrics(service: Service, record: Record) -> Response:
     """Prometheus text."""
     record.quiet = True
     return Response(service.metrics.text(), content_type=CONTENT_TYPE)
-
-
-async def version(service: Service, record: Record) -> Response:
-    """The package's version."""
-    return json_response({"version": __version__})
 
 
 def _reason(service: Service) -> Exception:

@@ -103,6 +103,8 @@ class Recorder:
                 record.status = message["status"]
                 given = list(message.get("headers", ()))
                 message["headers"] = given + [(k.encode(), v.encode("latin-1")) for k, v in record.headers.items()]
+            elif scope["method"] == "HEAD":
+                message["body"] = b""
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 complete = True

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from quart import Response
@@ -22,7 +23,7 @@ from .model import Loaded
 from .record import Record
 from .settings import ServerSettings
 from .stream import answer
-from .turns import Places, Turns
+from .turns import Pace, Turns
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Service:
     def __init__(self, settings: ServerSettings, open_model: Callable[[], Loaded] | None = None) -> None:
         self.settings = settings
         self.guard = Guard(settings)
-        self.places = Places(settings.parallel + settings.queue_places)
+        self.pace = Pace()
         self.metrics = Metrics(self._snapshot, settings.metrics_compat)
         self.failure: Exception | None = None
         self.loaded = threading.Event()
@@ -48,6 +49,10 @@ class Service:
         self._model: Loaded | None = None
         self._pool = ThreadPoolExecutor(SERVER.tokenizer_threads, "qwen35rt-text")
         self._odd_names: set[str] = set()
+        self.progress = 0.0  # of loading, 0 to 1
+        self.live: set[Turns] = set()  # submitted and not ended
+        self.halted = False
+        self.on_failure: Callable[[Exception], None] = _log_failure
 
     def start(self) -> None:
         """Begin to load the model; returns at once."""
@@ -65,6 +70,12 @@ class Service:
     def drain(self) -> None:
         """Take no new requests; those that are here go on."""
         self.draining = True
+
+    def halt(self) -> None:
+        """End what still runs with EngineStopped, now, whatever the engine is doing."""
+        self.draining = self.halted = True
+        for turns in list(self.live):
+            turns.fail(EngineStopped("the server is shutting down"))
 
     @property
     def model(self) -> Loaded:
@@ -99,8 +110,13 @@ class Service:
         return self.model
 
     def check_model(self, name: str | None, record: Record) -> Loaded:
-        """The model that a request names (C12)."""
-        model = self.check_ready()
+        """The model that a generating request names (C12)."""
+        self.check_ready()
+        return self.find_model(name, record)
+
+    def find_model(self, name: str | None, record: Record) -> Loaded:
+        """The model that a request names, whether or not the engine takes requests."""
+        model = self.model
         record.headers["x-model-id"] = _header(model.facts.id)
         if name is not None and name not in model.facts.names:
             if self.settings.strict_model:
@@ -116,11 +132,14 @@ class Service:
 
     async def run(self, record: Record, model: Loaded, build: Callable[[], Job]) -> Response:
         """Take a place, make the job off the event loop, run it, answer. Raises what refuses it."""
-        place = self.places.take()
+        place = model.engine.reserve()
         record.at_end(place.release)
+        self.pace.begin()
+        record.at_end(self.pace.end)
         accepted = time.perf_counter()
         job = await self.in_pool(build)
-        self.check_ready()  # tokenising may have taken a while
+        if self.halted:
+            raise EngineStopped("the server is shutting down")
         self.metrics.submitted(job.plans)
         turns = Turns(
             model.engine,
@@ -133,12 +152,14 @@ class Service:
             max_bytes=self.settings.max_stream_buffer,
             observe=self.metrics.watch(accepted - record.arrived),
         )
+        self.live.add(turns)
+        record.at_end(partial(self.live.discard, turns))
         return await answer(job, turns, record, self.settings)
 
     def retry_after(self, error: BaseException) -> int:
         """Seconds after which a refused request may come again."""
         if isinstance(error, QueueFull | OutOfMemory):
-            return self.places.retry_after()
+            return self.pace.retry_after()
         return 5 if isinstance(error, ModelLoading) else 1
 
     def refused(self, error: BaseException) -> None:
@@ -152,18 +173,19 @@ class Service:
             model = open_model()
             model.longest_token  # noqa: B018 - worked out now, not in the first request
             self.metrics.loaded(model.facts)
-            self._model = model
-        except Qwen35Error as e:
-            log.error("the model cannot be loaded: %s", e)
-            self.failure = e
+            self._model, self.progress = model, 1.0
         except Exception as e:
-            log.exception("loading the model failed")
             self.failure = e
+            self.on_failure(e)
         self.loaded.set()
 
     def _snapshot(self) -> Any:
         snapshot = getattr(self._model.engine, "snapshot", None) if self._model is not None else None
         return None if snapshot is None else snapshot()
+
+
+def _log_failure(error: Exception) -> None:
+    log.error("the model cannot be loaded: %s", error, exc_info=None if isinstance(error, Qwen35Error) else error)
 
 
 def _header(text: str) -> str:

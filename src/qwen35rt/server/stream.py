@@ -50,7 +50,7 @@ async def answer(job: Job, turns: Turns, record: Record, settings: ServerSetting
     return response
 
 
-def json_response(value: Json, status: int = 200) -> Response:
+def json_response(value: Json | list[Json], status: int = 200) -> Response:
     """A JSON answer."""
     return Response(msgspec.json.encode(value), status, content_type="application/json")
 

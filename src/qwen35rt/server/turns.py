@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..config import SERVER_LIMITS
 from ..engine.result import Completion, Delta
-from ..errors import QueueFull, Qwen35Error
+from ..errors import Qwen35Error
 from ..plan import Plan
 from .errors import RequestTimedOut
 
@@ -33,61 +33,54 @@ class Ticket(Protocol):
     def resume(self) -> None: ...
 
 
+class Place(Protocol):
+    """A request's place in the queue; giving it back twice does no harm."""
+
+    def release(self) -> None: ...
+
+
 class Engine(Protocol):
     """What the server needs of the engine; all of it is thread-safe and returns at once."""
 
     @property
     def state(self) -> str: ...
+    def reserve(self) -> Place: ...
+    def snapshot(self) -> Any: ...
     def submit_all(
-        self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None = None, request_id: str = ""
+        self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None, request_id: str, place: Any
     ) -> Sequence[Ticket]: ...
 
 
-class Places:
-    """The bounded queue: a request holds a place from before it is tokenised until its turns have ended (C65)."""
+class Pace:
+    """How fast requests end, for the time after which a refused one may come again."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.taken = 0
-        self._freed: deque[float] = deque(maxlen=32)
+    def __init__(self) -> None:
+        self.running = 0  # requests that hold a place
+        self._ended: deque[float] = deque(maxlen=32)
 
-    def take(self) -> Place:
-        """Raises QueueFull."""
-        if self.taken >= self.limit:
-            raise QueueFull("the queue is full")
-        self.taken += 1
-        return Place(self)
+    def begin(self) -> None:
+        """A request got a place."""
+        self.running += 1
 
-    def give(self) -> None:
-        """A place is free again."""
-        self.taken -= 1
-        self._freed.append(time.monotonic())
+    def end(self) -> None:
+        """A request has ended."""
+        self.running -= 1
+        self._ended.append(time.monotonic())
 
     def retry_after(self) -> int:
         """Seconds until the requests that are here now will have ended, at the pace of the last ones."""
-        if len(self._freed) < 2:
+        if len(self._ended) < 2:
             return 1
-        pace = (self._freed[-1] - self._freed[0]) / (len(self._freed) - 1)
-        return max(1, min(round(pace * self.taken), SERVER_LIMITS.max_retry_after))
-
-
-class Place:
-    """One request's place; giving it back twice does no harm."""
-
-    def __init__(self, places: Places) -> None:
-        self._places: Places | None = places
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._places is not None:
-            self._places.give()
-            self._places = None
+        pace = (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
+        return max(1, min(round(pace * self.running), SERVER_LIMITS.max_retry_after))
 
 
 class Turns:
     """The turns of one request, submitted together.
 
-    ``next`` gives their events in order; ``close`` withdraws what still runs and may be called at any time.
+    ``place``: from the engine's ``reserve``; the engine gives it back when the last turn has ended, so that others may
+    start while this client still reads (C52). ``next`` gives their events in order; ``close`` withdraws what still runs
+    and may be called at any time.
     ``deltas`` False: only results and errors are wanted. ``observe``: told of each event in the worker thread, with
     the time at which it came. Raises what the engine's ``submit_all`` raises.
     """
@@ -105,7 +98,8 @@ class Turns:
         max_bytes: int = SERVER_LIMITS.stream_bytes,
         observe: Callable[[int, Event, float], None] | None = None,
     ) -> None:
-        self.place = place
+        self.request_id, self.plans = request_id, plans
+        self._place = place
         self._deltas, self._observe = deltas, observe
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
@@ -115,7 +109,7 @@ class Turns:
         self._bytes, self._max_bytes = 0, max_bytes
         self._paused = self._closed = False
         self._tickets: Sequence[Ticket] = ()
-        self._tickets = engine.submit_all(plans, self._sink, accepted=accepted, request_id=request_id)
+        self._tickets = engine.submit_all(plans, self._sink, accepted=accepted, request_id=request_id, place=place)
 
     async def __aenter__(self) -> Turns:
         return self
@@ -156,7 +150,15 @@ class Turns:
             if self._running:
                 for ticket in self._tickets:
                     ticket.cancel()
-            self.place.release()
+            self._place.release()
+
+    def fail(self, error: Qwen35Error) -> None:
+        """Withdraw what still runs; behind the events that are here already comes ``error``."""
+        if not self._closed and self._running:
+            for ticket in self._tickets:
+                ticket.cancel()
+            self._events.append((0, error))
+            self._arrived.set()
 
     def _sink(self, index: int, event: Event) -> None:
         """Called by the engine in its thread."""
@@ -170,9 +172,6 @@ class Turns:
     def _take(self, index: int, event: Event) -> None:
         if not isinstance(event, Delta):
             self._running -= 1
-            if not self._running:
-                # The turns hold no state any more: others may start while this client still reads (C52).
-                self.place.release()
         if self._closed:
             return
         self._events.append((index, event))

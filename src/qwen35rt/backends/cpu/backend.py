@@ -59,7 +59,7 @@ class CpuExecutable:
         self._lowered: dict[bool, Lowered] = {}
         s = program.state
         kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
-        kv_type = np.dtype(np.float16 if limits.kv_dtype == "f16" else np.float32)
+        kv_type = np.dtype(f"f{limits.value_bytes}")
         try:
             self._k: npt.NDArray[Any] = np.zeros(kv_shape, kv_type)
             self._v: npt.NDArray[Any] = np.zeros(kv_shape, kv_type)
@@ -94,12 +94,12 @@ class CpuExecutable:
     @property
     def state_bytes(self) -> int:
         """Bytes of one slot."""
-        return (self._delta.nbytes + self._conv.nbytes) // self.limits.slots
+        return self.program.state.state_bytes()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return (self._k.nbytes + self._v.nbytes) // self.limits.pages
+        return self.program.state.page_bytes(self.limits.page_tokens, self.limits.value_bytes)
 
     @property
     def threads(self) -> int:
