@@ -71,17 +71,39 @@ def parse(found: Call) -> object:
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="<>\n\r\t ", exclude_categories=["Z", "C"]), min_size=1)
 tags = st.sampled_from(
-    ["</function>", "</tool_call>", "<tool_call>", "<parameter=s>", "<function=f>", "</parameter", "<think>", "\n"]
+    [
+        "</function>",
+        "</tool_call>",
+        "<tool_call>",
+        "<parameter=s>",
+        "<function=f>",
+        "</parameter",
+        "<think>",
+        "\n",
+        "\r",
+        "\r\n",
+    ]
 )
 plain = st.text(st.characters(codec="utf-8"))
-texts = st.lists(st.one_of(plain, tags.map(lambda tag: tag + "."))).map("".join)
+texts = st.lists(st.one_of(plain, tags, st.just("."))).map("".join)
+OUTER = (
+    "</function></tool_call>",
+    "</function><tool_call>",
+    "</tool_call><tool_call>",
+    "<tool_call><function=f>",
+    "<parameter=s>",
+)
 
 
-@settings(max_examples=300, deadline=None)
+def round_trips(text: str) -> bool:
+    """Not what reads as a value without its closing tag: that tag, or tags of the outside in their places."""
+    bare = "".join(text.split())
+    return "</parameter>" not in text and not any(pair in bare for pair in OUTER)
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    calls=st.lists(
-        st.tuples(names, st.dictionaries(names, texts.filter(lambda t: "</parameter>" not in t))), max_size=4
-    ),
+    calls=st.lists(st.tuples(names, st.dictionaries(names, texts.filter(round_trips))), max_size=4),
     content=plain.map(str.strip),
     rng=st.randoms(use_true_random=False),
 )
@@ -91,9 +113,7 @@ def test_b67_rendered_calls_come_back(
     calls = [(name[:64], {key[:64]: text for key, text in values.items()}) for name, values in calls]
     if "<t" in content:
         content = ""
-    text = "\n\n".join([content, *("" for _ in calls[:0])]) + "\n".join(
-        "\n" + render(name, values) for name, values in calls
-    )
+    text = content + "".join("\n" + render(name, values) for name, values in calls)
     found = joined(events(text, random_cuts(rng, text), tools=None))
     assert [(c.name, json.loads(c.arguments)) for c in found.calls] == calls
     assert found.content == content

@@ -321,8 +321,7 @@ class Scanner:
     def _between(self, buf: str, at: int) -> int:
         """Behind a function: another one of the same call, or on with content."""
         end = blanks_end(buf, at)
-        if end > at:
-            self._blanks.append(buf[at:end])
+        self._blanks.append(buf[at:end])
         if end == len(buf):
             return end
         name, behind = named_tag_at(buf, end, FUNCTION, self._final)

@@ -18,7 +18,7 @@ MORE, NONE = -1, -2  # in place of a position: undecided until more text comes; 
 
 
 def break_before(buf: str, low: int, at: int, crlf: bool = True) -> int:
-    """Start of the line break (``crlf``: with its CR) that ends at ``at``; ``at`` if none starts at ``low`` or later."""
+    """Start of the line break (``crlf``: with its CR) that ends at ``at``; ``at`` if none starts from ``low`` on."""
     if at > low and buf[at - 1] == "\n":
         return at - 2 if crlf and at - 2 >= low and buf[at - 2] == "\r" else at - 1
     return at
