@@ -177,6 +177,7 @@ def test_text_streams_at_once_but_for_what_can_become_a_tag() -> None:
         ("a <tool_call>\n<tool_call> ", "a <tool_call>\n<tool_call> ", ""),
         (f"<tool_call>\n<function=f\n{call('g')}", "<tool_call>\n<function=f", "g"),
         ("<function=f>\n</function> </tool_call>", "<function=f>\n</function> </tool_call>", ""),
+        ("<tool_call>\n<function=a<b>\n</function>", "<tool_call>\n<function=a<b>\n</function>", ""),
         ("<tool_call>\n<function= >\n</function>", "<tool_call>\n<function= >\n</function>", ""),
         ("<tool_call>\n<function=g>\nwhat\n</function>", "<tool_call>\n<function=g>\nwhat\n</function>", ""),
         (f"<tool_call><function={'n' * 300}>", f"<tool_call><function={'n' * 300}>", ""),
