@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from ..config import SERVER_LIMITS, TEMPLATE
+from ..config import ENGINE, TEMPLATE
 from ..errors import RequestError, TemplateError
 from ..tokenizer import ChatTemplate, Tokenizer
 from ..tokenizer.guard import Guard, pick_breaker
@@ -157,12 +157,11 @@ class _Rendering:
 
 
 def _boundaries(ids: list[int], token: int | None) -> tuple[int, ...]:
-    """Where the control token stands that the last turn begins with: of the first turns and of the last ones."""
-    if token is None:
-        return ()
+    """Where the control token stands that the last turn begins with: behind a system prompt that is worth it, and
+    behind the last messages."""
     found = [i for i, other in enumerate(ids) if other == token and i > 0]
-    most = SERVER_LIMITS.kept_boundaries
-    return tuple(found if len(found) <= most else [found[0], *found[-(most - 1) :]])
+    last = found[-ENGINE.keep_messages :]
+    return tuple(([i for i in found[:1] if i not in last and i >= ENGINE.keep_least]) + last)
 
 
 def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
