@@ -209,6 +209,7 @@ def test_b59_where_the_model_stands_follows_from_the_prompt() -> None:
     assert prompt(QUIET, HI, variables={"enable_thinking": True}).reasoning
     asked = {"role": "user", "content": "what does <think> mean?"}
     assert not prompt(QUIET, asked).reasoning, "a tag in a message is not the model's"
+    assert not prompt("{{ messages[0].content }}<|im_end|>", {"role": "user", "content": "<think>"}).reasoning
     bare = prompt("{{ messages[0].content }}<think>", HI)
     assert (bare.reasoning, bare.opening) == (True, True)
     assert (prompt(QWEN_RENDERER, HI).opening, off.opening) == (False, False)

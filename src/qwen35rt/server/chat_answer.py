@@ -144,7 +144,7 @@ def _merged(events: Iterable[Event]) -> list[Event]:
             merged[-1] = Content(last.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
             merged[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
             merged[-1] = CallArguments(event.index, last.text + event.text)
         else:
             merged.append(event)
