@@ -130,9 +130,7 @@ class ServerDefaults:
 
     host: str = "127.0.0.1"
     port: int = 8_080
-    parallel: int = 4  # sequences that run at once
-    queue: int = 64  # waiting requests; at least queue_per_slot times parallel
-    queue_per_slot: int = 4
+    queue_per_slot: int = 4  # waiting requests, if that is more than the engine's own number
     sse_ping: float = 15.0  # silence in a stream after which a comment is sent; 0: never
     first_event: float = 15.0  # a stream's status line waits so long for the first event
     write_timeout: float = 60.0  # a client that does not read for so long is given up
@@ -140,13 +138,13 @@ class ServerDefaults:
     body_timeout: float = 60.0
     keep_alive: float = 5.0  # idle connections and slow headers
     shutdown_timeout: float = 30.0
-    tokenizer_threads: int = 2
     backlog: int = 2_048  # connections that wait to be accepted
     keep_alive_requests: int = 10_000  # of one connection
     tls_handshake: float = 10.0
     end_timeout: float = 0.8  # streams that are ended at a shutdown may write their last chunk for so long
     exit_timeout: float = 3.0  # then the process ends, whatever still runs
     cache_share: int = 4  # kept states and pages take at most free memory divided by this
+    short_body: int = 64 << 10  # bytes; longer bodies are worked on in a thread of their own
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from qwen35rt.backends.base import StepReport
+from qwen35rt.engine.engine import EngineSnapshot, Sink
 from qwen35rt.engine.turn import Turn
 from qwen35rt.errors import Cancelled, QueueFull, Qwen35Error
 from qwen35rt.plan import Plan
 from qwen35rt.server.model import Loaded, ModelFacts
-from qwen35rt.server.turns import Sink
 from qwen35rt.tokenizer import Tokenizer, build_tokenizer
 from tests.tiny_vocab import spell, tiny_vocab
 
@@ -155,8 +155,8 @@ class FakeEngine:
             self._wake.notify_all()
         return jobs
 
-    def snapshot(self) -> None:
-        return None
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot("ready", "", self.slots, waiting=len(self.waiting), pages=4, pages_free=3)
 
     def notify(self) -> None:
         with self._wake:
@@ -206,7 +206,7 @@ class FakeEngine:
             self._end(job, error)
             return
         turn.began(0)
-        turn.stepped(REPORT, 0 if job.draws else len(ids))
+        turn.stepped(REPORT, len(ids) + job.draws)
         if not job.draws and turn.plan.prompt_logprobs:
             turn.read_prompt(0, np.stack([self._noise[i % 16] for i in ids[:-1]]) if len(ids) > 1 else self._noise[:0])
         logits = self._noise[job.draws % 16].copy()

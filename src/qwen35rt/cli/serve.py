@@ -187,7 +187,7 @@ def main(args: argparse.Namespace) -> int:
     logs = _start_logging(settings.log_jsonl, args.verbose)
     try:
         # From here on the imports are heavy; who connects meanwhile waits.
-        from ..server.load import make_service
+        from ..server.loading import make_service
         from ..server.run import run
 
         return run(make_service(settings, lambda: _path(settings)), listener, note, metrics)

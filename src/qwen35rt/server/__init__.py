@@ -21,7 +21,7 @@ def create_app(
     Only one process may serve it, as each would load the model. Raises ConfigError.
     """
     from .app import create_app as build
-    from .load import make_service
+    from .loading import make_service
     from .settings import read_settings
 
     given = settings if model_path is None else {**settings, "model": os.fspath(model_path)}

@@ -16,7 +16,7 @@ from quart import Quart, Response, request
 from . import chat_routes, completions, health, models, state, text
 from .answer import Json
 from .errors import NotBuiltYet, describe
-from .incoming import note_ignored, read_request
+from .incoming import note_ignored, read_request, record_of
 from .record import KEY, Record, Recorder
 from .routes import STAGE_2, STAGE_3
 from .service import Service
@@ -116,7 +116,7 @@ def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
 
 
 async def _serve(service: Service, route: Route, **arguments: Any) -> Response:
-    record = health.record_of()
+    record = record_of()
     if route.handler is None:
         raise NotBuiltYet(f"{route.path} is not part of this release")
     return await route.handler(service, record, **arguments)
@@ -124,7 +124,7 @@ async def _serve(service: Service, route: Route, **arguments: Any) -> Response:
 
 def _check(service: Service, recorder: Recorder, route: Route | None) -> Response | None:
     """Everything that can be refused before the body is read, in the order of C4."""
-    guard, record = service.guard, health.record_of()
+    guard, record = service.guard, record_of()
     guard.check_headers(request.scope["headers"])
     if route is not None:
         record.endpoint = route.path

@@ -41,4 +41,4 @@ async def _read(service: Service, record: Record) -> tuple[chat.ChatBody, Loaded
 
 async def _render(service: Service, record: Record) -> ChatPrompt:
     body, model = await _read(service, record)
-    return await service.in_pool(partial(chat.render, body, model, service.settings))
+    return await service.off_loop(partial(chat.render, body, model, service.settings), record.body_bytes)

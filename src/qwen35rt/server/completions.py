@@ -141,7 +141,8 @@ def _build(request: CompletionRequest, model: Loaded, settings: ServerSettings, 
             max_tokens=limit,
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
-            cache=request.cache_prompt,
+            cache=request.cache_prompt is not False,
+            warm=limit == 0 and request.cache_prompt is True,
             prompt_logprobs=request.echo and request.logprobs is not None,
         )
         plans.append(plan)
@@ -209,8 +210,6 @@ class CompletionWriter:
         self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
         text = self._prompt.text + completion.text
         choice = self._chunk(text, last=True)
-        if self._log is not None:
-            choice["logprobs"] = choice["logprobs"] or self._log.none()
         return choice | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _add_prompt(self, completion: Completion) -> None:
@@ -225,7 +224,9 @@ class CompletionWriter:
 
     def _chunk(self, text: str, *, last: bool = False) -> Json:
         self._chars += len(text)
-        log = None if self._log is None else self._log.take(self._chars, last=last)
+        log = None
+        if self._log is not None:
+            log = self._log.take(self._chars, last=last) or (self._log.none() if last else None)
         choice: Json = {"index": self._index, "text": text, "finish_reason": None, "stop_reason": None, "logprobs": log}
         if self._return_ids:
             if not self._sent_prompt_ids:

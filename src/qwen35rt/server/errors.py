@@ -16,6 +16,8 @@ from ..errors import (
     BackendError,
     Cancelled,
     ContextLengthExceeded,
+    EngineLoading,
+    EngineRestarting,
     EngineStopped,
     GenerationFailed,
     OutOfMemory,
@@ -110,16 +112,8 @@ class NoSlotFree(QueueFull):
     """All slots have work (GET /slots?fail_on_no_slot=1)."""
 
 
-class ModelLoading(Qwen35Error):
-    """The model is being loaded."""
-
-
 class NoModel(Qwen35Error):
     """There is no model."""
-
-
-class EngineRestarting(Qwen35Error):
-    """The engine failed and is built anew."""
 
 
 class Row(NamedTuple):
@@ -160,7 +154,7 @@ TABLE: Mapping[type[BaseException], Row] = {
     GenerationFailed: Row(500, "server_error", "generation_failed"),
     TokenizerFailed: Row(500, "server_error", "tokenizer_error"),
     NotBuiltYet: Row(501, "not_supported_error", "not_implemented"),
-    ModelLoading: Row(503, _UNAVAILABLE, "model_loading", "the model is being loaded"),
+    EngineLoading: Row(503, _UNAVAILABLE, "model_loading", "the model is being loaded"),
     NoModel: Row(503, _UNAVAILABLE, "no_model", "no model is loaded"),
     EngineStopped: _DRAINING,
     Cancelled: _DRAINING,  # seen by a client only where the server itself withdrew its turn

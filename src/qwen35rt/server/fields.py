@@ -44,7 +44,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
-    cache_prompt: bool = True
+    cache_prompt: bool | None = None
     return_token_ids: bool = False
     timings_per_token: bool = False
 

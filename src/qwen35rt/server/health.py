@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 from quart import Response, request
 
 from .. import __version__
+from ..errors import EngineRestarting, Qwen35Error
 from .answer import Json
-from .errors import EngineRestarting, ModelLoading, NoModel, describe
+from .errors import describe
 from .metrics import CONTENT_TYPE
-from .record import KEY, Record
+from .record import Record
 from .service import Service
 from .stream import json_response
 
@@ -54,15 +54,6 @@ async def metrics(service: Service, record: Record) -> Response:
 def _reason(service: Service) -> Exception:
     try:
         service.check_ready()
-    except (ModelLoading, NoModel, EngineRestarting) as e:
-        return e
-    except Exception as e:
+    except Qwen35Error as e:
         return e
     return EngineRestarting("the engine is being restarted")
-
-
-def record_of() -> Record:
-    """The record of the request that is being handled."""
-    found = cast(dict[str, object], request.scope)[KEY]
-    assert isinstance(found, Record)
-    return found

@@ -9,22 +9,29 @@ from typing import TypeVar, cast
 
 from quart import request
 
-from ..config import SERVER_LIMITS
-from .record import Record
+from ..config import SERVER, SERVER_LIMITS
+from .record import KEY, Record
 from .service import Service
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_PARSE_IN_POOL = 256 << 10  # bytes of a body whose decoding would hold up the event loop
 
 
 async def read_request(service: Service, parse: Callable[[bytes, ServerSettings], T]) -> T:
     """The body of the request at hand, as ``parse`` reads it."""
     raw = cast(bytes, await request.get_data())
+    record_of().body_bytes = len(raw)
     read = partial(parse, raw, service.settings)
-    return await service.in_pool(read) if len(raw) > _PARSE_IN_POOL else read()
+    return await service.off_loop(read, len(raw)) if len(raw) > SERVER.short_body else read()
+
+
+def record_of() -> Record:
+    """The record of the request that is being handled."""
+    found = cast(dict[str, object], request.scope)[KEY]
+    assert isinstance(found, Record)
+    return found
 
 
 def note_ignored(record: Record, names: tuple[str, ...]) -> None:

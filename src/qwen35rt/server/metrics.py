@@ -5,9 +5,7 @@ Counts of requests come from their records, those of the engine from its snapsho
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,11 +13,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .. import __version__
+from ..engine.core import Event
+from ..engine.engine import EngineSnapshot
 from ..engine.result import Completion, Delta
 from ..plan import Plan
 from .model import ModelFacts
 from .record import Record
-from .turns import Event
 
 PREFIX = "qwen35rt:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,24 +67,23 @@ _HISTOGRAMS = {
 }
 _TOKEN_COUNTS = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens")
 
-# Name of the series -> field of the engine's snapshot.
-GAUGES = {
-    "num_requests_running": "running",
-    "num_requests_waiting": "waiting",
-    "kv_cache_usage_perc": "kv_usage",
-    "state_bytes": "state_bytes",
-    "state_checkpoints": "checkpoints",
-    "state_checkpoint_bytes": "checkpoint_bytes",
+_Read = Callable[[EngineSnapshot], float]
+GAUGES: dict[str, _Read] = {
+    "num_requests_running": lambda s: len(s.running),
+    "num_requests_waiting": lambda s: s.waiting,
+    "kv_cache_usage_perc": lambda s: 1 - s.pages_free / s.pages if s.pages else 0.0,
+    "state_checkpoints": lambda s: s.cache_entries,
+    "state_checkpoint_bytes": lambda s: s.cache_bytes,
 }
-COUNTERS = {
-    "num_preemptions_total": "preemptions",
-    "engine_restarts_total": "restarts",
-    "prompt_tokens_total": "prompt_tokens",
-    "prompt_tokens_cached_total": "cached_tokens",
-    "generation_tokens_total": "generated_tokens",
-    "prefix_cache_queries_total": "queried_tokens",
-    "prefix_cache_hits_total": "cached_tokens",
-    "state_restores_total": "restores",
+COUNTERS: dict[str, _Read] = {
+    "num_preemptions_total": lambda s: s.counters.preemptions,
+    "engine_restarts_total": lambda s: s.restarts,
+    "prompt_tokens_total": lambda s: s.counters.prompt_tokens,
+    "prompt_tokens_cached_total": lambda s: s.counters.cached_tokens,
+    "generation_tokens_total": lambda s: s.counters.generated_tokens,
+    "prefix_cache_queries_total": lambda s: s.counters.queried_tokens,
+    "prefix_cache_hits_total": lambda s: s.counters.cached_tokens,
+    "state_restores_total": lambda s: s.counters.restores,
 }
 
 
@@ -102,7 +100,7 @@ def series_1_2_5(limit: int) -> tuple[int, ...]:
 class Metrics:
     """Told of requests, turns and events; ``text`` is the page. A series exists once it has a sample."""
 
-    def __init__(self, snapshot: Callable[[], Any], compat: Sequence[str] = ()) -> None:
+    def __init__(self, snapshot: Callable[[], EngineSnapshot | None], compat: Sequence[str] = ()) -> None:
         self._registry = CollectorRegistry()
         self._facts: ModelFacts | None = None
         self._snapshot, self._compat = snapshot, compat
@@ -208,24 +206,14 @@ class Metrics:
         )
         info.add_metric((*labels, __version__, facts.device, facts.isa, facts.quant), 1)
         yield info
-        for name, field in GAUGES.items():
-            if (value := _field(found, field)) is not None:
-                gauge = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
-                gauge.add_metric(labels, value)
-                yield gauge
-        for name, field in COUNTERS.items():
-            if (value := _field(found, field)) is not None:
-                counter = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
-                counter.add_metric(labels, value)
-                yield counter
-
-
-def _field(snapshot: Any, name: str) -> float | None:
-    """A number of the snapshot or of its counters."""
-    value = getattr(snapshot, name, None)
-    if value is None and dataclasses.is_dataclass(getattr(snapshot, "counters", None)):
-        value = getattr(snapshot.counters, name, None)
-    return None if value is None else float(value)
+        for name, read in GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
+            gauge.add_metric(labels, read(found))
+            yield gauge
+        for name, read in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
+            counter.add_metric(labels, read(found))
+            yield counter
 
 
 class _EngineSeries(Collector):

@@ -35,8 +35,9 @@ def random_letters(n: int = 24) -> str:
 
 class Record:
     """``arrived``: time.perf_counter() at the arrival of the head. ``endpoint``: the route's pattern, never the path.
-    ``headers``: added to the answer, whatever it is. ``outcome`` and ``status`` say how it ended; a stream that fails
-    after its status line sets the status that it would have had. ``quiet``: not worth a line in the log."""
+    ``body_bytes``: of its body, once that was read. ``headers``: added to the answer, whatever it is. ``outcome`` and
+    ``status`` say how it ended; a stream that fails after its status line sets the status that it would have had.
+    ``quiet``: not worth a line in the log."""
 
     def __init__(self, scope: Message) -> None:
         self.arrived = time.perf_counter()
@@ -45,6 +46,7 @@ class Record:
         client = scope.get("client")
         self.client = str(client[0]) if client else ""
         self.endpoint = "unmatched"
+        self.body_bytes = 0
         self.stream = False
         self.quiet = False
         self.status: int | None = None

@@ -13,10 +13,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
@@ -48,52 +48,54 @@ def run(service: Service, listener: socket.socket, notify: Notify, metrics: sock
 
     ``listener`` and ``metrics`` are closed. Raises the error that kept the model from being loaded, and ConfigError.
     """
-    process = _Process(service, listener, notify, metrics)
-    with process.signals():
+    process = Process(service, listener, notify, metrics)
+    before = {n: signal.signal(n, process.received) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
         return asyncio.run(process.main())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-class _Process:
+class Process:
+    """The life of a server around one event loop. ``end``: ends the process at once with an exit code."""
+
     def __init__(
-        self, service: Service, listener: socket.socket, notify: Notify, metrics: socket.socket | None
+        self,
+        service: Service,
+        listener: socket.socket,
+        notify: Notify,
+        metrics: socket.socket | None = None,
+        end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._service, self._notify = service, notify
-        self._url = url_of(listener, service.settings)
-        self._listeners = [(listener, create_app(service))]
+        self._service, self._notify, self._end = service, notify, end
+        self.url = url_of(listener, service.settings)
+        apps: list[tuple[socket.socket, Any]] = [(listener, create_app(service))]
         if metrics is not None:
-            self._listeners.append((metrics, cast(Any, metrics_app(service))))
-        self._configs = [_config(s, service.settings, tls=s is listener) for s, _ in self._listeners]
+            apps.append((metrics, metrics_app(service)))
+        self._servers = [(app, _config(s, service.settings, tls=s is listener)) for s, app in apps]
         self._received = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signal = asyncio.Event()
         service.on_failure = lambda error: None  # raised by main
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Count SIGTERM and SIGINT; the third ends the process at once, even if the event loop hangs."""
-
-        def received(number: int, frame: FrameType | None) -> None:
-            self._received += 1
-            if self._received >= 3:
-                os._exit(128 + number)
-            if self._loop is not None:
+    def received(self, number: int, frame: FrameType | None = None) -> None:
+        """A signal came, in any thread. The third ends the process at once, even if the event loop hangs."""
+        self._received += 1
+        if self._received >= 3:
+            self._end(128 + number)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._signal.set)
 
-        before = {n: signal.signal(n, received) for n in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     async def main(self) -> int:
-        """The life of the process."""
+        """Serve until the end; -> exit code. Raises what kept the model from being loaded."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_loop_exception)
         stop = asyncio.Event()
         servers = [
-            asyncio.create_task(hypercorn_serve(cast(Any, app), config, shutdown_trigger=stop.wait))
-            for config, (_, app) in zip(self._configs, self._listeners, strict=True)
+            asyncio.create_task(hypercorn_serve(app, config, shutdown_trigger=stop.wait))
+            for app, config in self._servers
         ]
         life = asyncio.create_task(self._live())
         code = 1
@@ -107,7 +109,7 @@ class _Process:
         finally:
             life.cancel()
             # A step or a client that holds the server up must not keep the process.
-            last = threading.Timer(SERVER.exit_timeout, os._exit, (code,))
+            last = threading.Timer(SERVER.exit_timeout, self._end, (code,))
             last.daemon = True
             last.start()
             stop.set()
@@ -124,7 +126,7 @@ class _Process:
         if service.failure is not None:
             raise service.failure
         facts = service.model.facts
-        self._notify(f"ready on {self._url}, model {facts.id}, context {facts.n_ctx}, device {_device(service)}")
+        self._notify(f"ready on {self.url}, model {facts.id}, context {facts.n_ctx}, device {_device(service)}")
         while not await self._signalled(1, _WATCH_SECONDS):
             if service.model.engine.state == "failed":
                 self._notify("the engine failed too often; the server ends")
@@ -151,11 +153,9 @@ class _Process:
         """Wait for so many signals in all, or so long; -> whether they came."""
         if self._received < count:
             self._signal.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._signal.wait()
-            except TimeoutError:
-                pass
         return self._received >= count
 
 

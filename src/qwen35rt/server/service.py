@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from quart import Response
 
 from ..config import SERVER
-from ..errors import EngineStopped, OutOfMemory, QueueFull, Qwen35Error
+from ..engine.engine import EngineSnapshot
+from ..errors import EngineLoading, EngineRestarting, EngineStopped, OutOfMemory, QueueFull, Qwen35Error
 from .answer import Job
-from .errors import EngineRestarting, ModelLoading, ModelNotFound, NoModel, row_of
+from .errors import ModelNotFound, NoModel, row_of
 from .guard import Guard
 from .metrics import Metrics
 from .model import Loaded
@@ -47,7 +48,8 @@ class Service:
         self.draining = False
         self._open_model = open_model
         self._model: Loaded | None = None
-        self._pool = ThreadPoolExecutor(SERVER.tokenizer_threads, "qwen35rt-text")
+        # One thread each: short texts stay in the order of their arrival and never wait for long ones.
+        self._short, self._long = (ThreadPoolExecutor(1, f"qwen35rt-{name}") for name in ("short", "long"))
         self._odd_names: set[str] = set()
         self.progress = 0.0  # of loading, 0 to 1
         self.live: set[Turns] = set()  # submitted and not ended
@@ -63,7 +65,8 @@ class Service:
 
     def close(self) -> None:
         """Release what the service holds; the engine was stopped before."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._model is not None:
             self._model.close()
 
@@ -79,9 +82,9 @@ class Service:
 
     @property
     def model(self) -> Loaded:
-        """The loaded model. Raises ModelLoading or NoModel."""
+        """The loaded model. Raises EngineLoading or NoModel."""
         if self._model is None:
-            raise ModelLoading("the model is being loaded") if not self.loaded.is_set() else NoModel("no model")
+            raise EngineLoading("the model is being loaded") if not self.loaded.is_set() else NoModel("no model")
         return self._model
 
     @property
@@ -106,7 +109,7 @@ class Service:
         if state == "degraded":
             raise EngineRestarting("the engine is being restarted")
         if state == "loading":
-            raise ModelLoading("the model is being loaded")
+            raise EngineLoading("the model is being loaded")
         return self.model
 
     def check_model(self, name: str | None, record: Record) -> Loaded:
@@ -126,9 +129,10 @@ class Service:
                 log.warning("a request names the model %r; %r answers", name[:100], model.facts.id)
         return model
 
-    async def in_pool(self, work: Callable[..., T], *args: Any) -> T:
-        """Run ``work`` off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+    async def off_loop(self, work: Callable[[], T], size: int) -> T:
+        """Run ``work`` on ``size`` bytes of a body off the event loop."""
+        pool = self._long if size > SERVER.short_body else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def run(self, record: Record, model: Loaded, build: Callable[[], Job]) -> Response:
         """Take a place, make the job off the event loop, run it, answer. Raises what refuses it."""
@@ -137,7 +141,7 @@ class Service:
         self.pace.begin()
         record.at_end(self.pace.end)
         accepted = time.perf_counter()
-        job = await self.in_pool(build)
+        job = await self.off_loop(build, record.body_bytes)
         if self.halted:
             raise EngineStopped("the server is shutting down")
         self.metrics.submitted(job.plans)
@@ -160,7 +164,7 @@ class Service:
         """Seconds after which a refused request may come again."""
         if isinstance(error, QueueFull | OutOfMemory):
             return self.pace.retry_after()
-        return 5 if isinstance(error, ModelLoading) else 1
+        return 5 if isinstance(error, EngineLoading) else 1
 
     def refused(self, error: BaseException) -> None:
         """Count a request that was not admitted."""
@@ -179,9 +183,8 @@ class Service:
             self.on_failure(e)
         self.loaded.set()
 
-    def _snapshot(self) -> Any:
-        snapshot = getattr(self._model.engine, "snapshot", None) if self._model is not None else None
-        return None if snapshot is None else snapshot()
+    def _snapshot(self) -> EngineSnapshot | None:
+        return None if self._model is None else self._model.engine.snapshot()
 
 
 def _log_failure(error: Exception) -> None:

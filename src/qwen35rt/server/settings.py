@@ -42,7 +42,7 @@ class ServerSettings:
     threads: int | None = None
     isa: str | None = None
     ctx_size: int | None = None
-    parallel: int = SERVER.parallel
+    parallel: int = ENGINE.parallel
     batch_size: int = ENGINE.n_batch
     kv_dtype: Literal["f16", "f32"] = "f16"
     cache_ram: int | None = None  # MiB of kept states and pages; 0: reuse is off, None: a quarter of free memory
@@ -115,7 +115,7 @@ class ServerSettings:
     @property
     def queue_places(self) -> int:
         """Requests that may wait beside those that run."""
-        return max(SERVER.queue, SERVER.queue_per_slot * self.parallel) if self.queue is None else self.queue
+        return max(ENGINE.queue, SERVER.queue_per_slot * self.parallel) if self.queue is None else self.queue
 
     @property
     def loopback(self) -> bool:

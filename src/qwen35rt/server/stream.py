@@ -14,13 +14,14 @@ import msgspec
 from quart import Response
 from quart.wrappers.response import ResponseBody
 
+from ..engine.core import Event
 from ..engine.result import Completion, Delta
 from ..errors import Qwen35Error
 from .answer import Job, Json
 from .errors import describe
 from .record import Record
 from .settings import ServerSettings
-from .turns import Event, Turns
+from .turns import Turns
 
 log = logging.getLogger(__name__)
 

@@ -86,11 +86,11 @@ async def tokenize(service: Service, record: Record) -> Response:
     if isinstance(body, ChatTokenize):
         note_ignored(record, body.chat.ignored)
         model = service.find_model(body.chat.body.value.model, record)
-        prompt = await service.in_pool(partial(chat.render, body.chat, model, service.settings))
+        prompt = await service.off_loop(partial(chat.render, body.chat, model, service.settings), record.body_bytes)
         return json_response(_counted(model, list(prompt.ids), body.strings))
     note_ignored(record, body.ignored)
     model = service.find_model(body.value.model, record)
-    return json_response(await service.in_pool(partial(_tokenize, model, body.value)))
+    return json_response(await service.off_loop(partial(_tokenize, model, body.value), record.body_bytes))
 
 
 def _tokenize(model: Loaded, asked: TokenizeRequest) -> Json:
@@ -156,7 +156,7 @@ async def detokenize(service: Service, record: Record) -> Response:
     if body.value.tokens is None:
         raise RequestError("tokens must be a list of token ids", "tokens")
     model = service.find_model(body.value.model, record)
-    text = await service.in_pool(partial(_detokenize, model.tokenizer, body.value.tokens))
+    text = await service.off_loop(partial(_detokenize, model.tokenizer, body.value.tokens), record.body_bytes)
     return json_response({"content": text, "prompt": text})
 
 

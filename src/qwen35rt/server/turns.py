@@ -13,13 +13,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ..config import SERVER_LIMITS
-from ..engine.result import Completion, Delta
-from ..errors import Qwen35Error
+from ..engine.core import Event
+from ..engine.engine import EngineSnapshot, Sink
+from ..engine.result import Delta
 from ..plan import Plan
 from .errors import RequestTimedOut
-
-Event = Delta | Completion | Qwen35Error
-Sink = Callable[[int, Event], None]
 
 # What an event takes in an answer, roughly: its envelope, a character, a token id, a log-probability.
 _CHUNK_BYTES, _CHAR_BYTES, _ID_BYTES, _LOGPROB_BYTES = 320, 4, 12, 40
@@ -45,7 +43,7 @@ class Engine(Protocol):
     @property
     def state(self) -> str: ...
     def reserve(self) -> Place: ...
-    def snapshot(self) -> Any: ...
+    def snapshot(self) -> EngineSnapshot: ...
     def submit_all(
         self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None, request_id: str, place: Any
     ) -> Sequence[Ticket]: ...
@@ -152,7 +150,7 @@ class Turns:
                     ticket.cancel()
             self._place.release()
 
-    def fail(self, error: Qwen35Error) -> None:
+    def fail(self, error: Event) -> None:
         """Withdraw what still runs; behind the events that are here already comes ``error``."""
         if not self._closed and self._running:
             for ticket in self._tickets:

@@ -1,6 +1,6 @@
-"""Loads the model that the settings name: file, device, sizes of pools and cache, engine, a first step.
+"""Makes a served model from the settings: file, device, sizes of pools and cache, engine, a first step, facts.
 
-The only part of the server that knows how an engine is built.
+Runs in the loading thread. The only part of the server that knows how an engine is built.
 """
 
 from __future__ import annotations
@@ -42,20 +42,25 @@ def make_service(settings: ServerSettings, path: Path_ | Callable[[], Path_]) ->
     def report(stage: str, done: int, total: int) -> None:
         service.progress = done / total if total else 0.0
 
-    def open_model() -> Loaded:
-        return load_model(settings, path() if callable(path) else path, report)
+    def load() -> Loaded:
+        return open_model(settings, path() if callable(path) else path, report)
 
-    service = Service(settings, open_model)
+    service = Service(settings, load)
     return service
 
 
-def load_model(settings: ServerSettings, path: Path_, report: Callable[[str, int, int], None]) -> Loaded:
-    """Read the file, start the engine and run one step, so that nothing is left for the first request (C6).
+def open_model(
+    settings: ServerSettings, path: Path_ = None, report: Callable[[str, int, int], None] | None = None
+) -> Loaded:
+    """Read ``path`` (None: the one of the settings), start the engine and run a step: nothing is left for the first
+    request (C6).
 
     ``report``: called with a stage, done and total. Raises ModelFileError, BackendError and ConfigError.
     """
     asked = 0 if settings.ctx_size is None else settings.ctx_size
-    parts = open_parts(path, settings.device, settings.threads, settings.isa, asked, report)
+    parts = open_parts(
+        settings.model if path is None else path, settings.device, settings.threads, settings.isa, asked, report
+    )
     source, choice, tokenizer = parts.source, parts.choice, parts.tokenizer
     program, parallel = source.program, settings.parallel
     free = max(0, memory_bytes()[1] - source.tensor_bytes)

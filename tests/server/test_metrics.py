@@ -1,0 +1,101 @@
+"""The page of metrics: names of the interface, samples only for what happened."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from qwen35rt.server.metrics import series_1_2_5
+from tests.server.conftest import Make, Server
+from tests.server.fake import asynchronous
+
+NAMES = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "state_checkpoints", "info"),
+    *("state_checkpoint_bytes", "requests", "request_success", "num_preemptions", "engine_restarts"),
+    *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
+    *("state_restores", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens", "request_params_n"),
+}
+
+
+async def samples(server: Server) -> dict[str, float]:
+    answer = await server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = answer.body.decode()
+    assert "_created" not in text
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+@asynchronous
+async def test_names_and_samples(server: Server) -> None:
+    before = await samples(server)
+    assert not [name for name in before if "seconds" in name]
+    await server.post({"prompt": "secret", "model": "chosen"})
+    text = (await server.get("/metrics")).body.decode()
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert {f"qwen35rt:{name}" for name in NAMES} <= set(families)
+    for family in families.values():
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "tiny"
+            assert sample.labels["engine"] == "0"
+    assert "secret" not in text
+    assert "chosen" not in text
+
+
+@asynchronous
+async def test_c64_only_phases_that_happened_are_observed(server: Server) -> None:
+    await server.post({"prompt": "a", "max_tokens": 1})
+    found = await samples(server)
+    assert found["qwen35rt:time_to_first_token_seconds_count"] == 1
+    assert "qwen35rt:request_decode_time_seconds_count" not in found
+    assert "qwen35rt:inter_token_latency_seconds_count" not in found
+    await server.post({"prompt": "a", "max_tokens": 0})
+    found = await samples(server)
+    assert found["qwen35rt:time_to_first_token_seconds_count"] == 1
+    assert found["qwen35rt:e2e_request_latency_seconds_count"] == 2
+    await server.post({"prompt": "a", "max_tokens": 4})
+    found = await samples(server)
+    assert found["qwen35rt:inter_token_latency_seconds_count"] == 3
+    assert found["qwen35rt:request_decode_time_seconds_count"] == 1
+    assert found["qwen35rt:request_generation_tokens_sum"] == 5
+
+
+@asynchronous
+async def test_buffered_and_streamed_requests_are_measured_alike(server: Server) -> None:
+    for stream in (False, True):
+        await server.post({"prompt": "a", "stream": stream})
+    found = await samples(server)
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+        assert found[f"qwen35rt:{name}_seconds_count"] == 2
+    assert found["qwen35rt:request_success_total"] == 2
+
+
+@asynchronous
+async def test_series_for_vllm_dashboards(make: Make) -> None:
+    server = make(metrics_compat=("vllm",))
+    await server.post({"prompt": "a"})
+    text = (await server.get("/metrics")).body.decode()
+    own = set(re.findall(r"^qwen35rt:(\w+)", text, re.MULTILINE))
+    assert own == set(re.findall(r"^vllm:(\w+)", text, re.MULTILINE))
+    assert own
+
+
+@asynchronous
+async def test_unknown_paths_are_one_label(server: Server) -> None:
+    for path in ("/a", "/b", "/c"):
+        await server.get(path)
+    text = (await server.get("/metrics")).body.decode()
+    assert re.search(r'requests_total\{endpoint="unmatched",.*status="404"\} 3.0', text)
+
+
+def test_the_1_2_5_series() -> None:
+    assert series_1_2_5(256) == (1, 2, 5, 10, 20, 50, 100, 200, 500)
+    assert series_1_2_5(1) == (1,)

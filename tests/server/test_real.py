@@ -1,0 +1,94 @@
+"""The whole way with a real, tiny model: file, engine, server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quart import Quart
+
+import qwen35rt
+from qwen35rt.server.app import create_app
+from qwen35rt.server.loading import open_model
+from qwen35rt.server.service import Service
+from qwen35rt.server.settings import ServerSettings
+from tests.server.fake import Exchange, asynchronous
+
+
+@pytest.fixture(scope="module")
+def service(tiny_dense: Path) -> Iterator[Service]:
+    settings = ServerSettings(model=str(tiny_dense), ctx_size=512, parallel=3, cache_ram=8, threads=1, device="cpu")
+    service = Service(settings, lambda: open_model(settings))
+    service.start()
+    assert service.loaded.wait(30)
+    assert service.failure is None
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def app(service: Service) -> Quart:
+    return create_app(service)
+
+
+async def post(app: Quart, body: dict[str, Any]) -> Exchange:
+    return await Exchange(app, "POST", "/v1/completions", json.dumps(body).encode()).end(30)
+
+
+@asynchronous
+async def test_c1_c25_answers_are_those_of_the_python_interface(app: Quart, tiny_dense: Path) -> None:
+    body = {"prompt": "hello world", "max_tokens": 12, "seed": 7, "temperature": 1, "ignore_eos": True}
+    answers = await asyncio.gather(*(post(app, body | {"prompt": f"hello {i}"}) for i in range(6)))
+    with qwen35rt.load(tiny_dense, device="cpu", threads=1) as model:
+        for i, answer in enumerate(answers):
+            alone = model.generate(f"hello {i}", max_tokens=12, seed=7, temperature=1, ignore_eos=True)
+            assert answer.json["choices"][0]["text"] == alone.text
+    stream = await post(app, body | {"stream": True})
+    assert stream.text == (await post(app, body)).json["choices"][0]["text"]
+
+
+@asynchronous
+async def test_c29_equal_prompts_reuse_state(app: Quart) -> None:
+    body = {"prompt": [70 + i % 50 for i in range(300)], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    cold = (await post(app, body | {"cache_prompt": False})).json
+    first, again = [(await post(app, body)).json for _ in range(2)]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 300 - 64
+    assert cold["choices"] == first["choices"] == again["choices"]
+    assert again["timings"]["cache_n"] + again["timings"]["prompt_n"] == 300
+
+
+@asynchronous
+async def test_c22_a_prompt_can_be_computed_ahead(app: Quart) -> None:
+    body = {"prompt": [71 + i % 40 for i in range(200)], "temperature": 0}
+    warm = (await post(app, body | {"max_tokens": 0, "cache_prompt": True})).json
+    assert warm["timings"]["prompt_n"] == 200
+    after = (await post(app, body | {"max_tokens": 2})).json
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= 200 - 64
+    other = (await post(app, {"prompt": [90] * 200, "max_tokens": 0})).json
+    assert other["timings"]["prompt_n"] == 0
+
+
+@asynchronous
+async def test_c56_the_prompts_own_logprobs(app: Quart) -> None:
+    answer = await post(app, {"prompt": "hello there", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0})
+    log = answer.json["choices"][0]["logprobs"]
+    n = answer.json["usage"]["prompt_tokens"]
+    assert len(log["tokens"]) == n + 1
+    assert all(value < 0 for value in log["token_logprobs"][1:])
+
+
+@asynchronous
+async def test_reports(app: Quart, service: Service) -> None:
+    health = await Exchange(app, "GET", "/health").end()
+    assert (health.status, health.json["device"]) == (200, "cpu")
+    page = (await Exchange(app, "GET", "/metrics").end()).body.decode()
+    assert 'qwen35rt:generation_tokens_total{engine="0"' in page
+    assert service.model.facts.n_ctx == 512
+    await post(app, {"prompt": "a", "max_tokens": 1})
+    snapshot = service.model.engine.snapshot()
+    assert (snapshot.running, snapshot.waiting, snapshot.requests) == ((), 0, 0)

@@ -1,0 +1,392 @@
+"""Streams as they run: keep-alive, failures midway, back-pressure, clients that leave, counting (sections 7 and 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from qwen35rt.engine.turn import Turn
+from qwen35rt.errors import (
+    BackendError,
+    EngineRestarting,
+    EngineStopped,
+    GenerationFailed,
+    OutOfMemory,
+    Qwen35Error,
+    RequestError,
+)
+from tests.server.conftest import Make, Server
+from tests.server.fake import Exchange, asynchronous, eventually
+
+
+def failing(error: Exception, after: int) -> Any:
+    """A fault of every turn at its token number ``after``."""
+
+    def fault(turn: Turn, n: int) -> Any:
+        return error if n >= after else None
+
+    return fault
+
+
+async def started(exchange: Exchange, events: int = 1) -> Exchange:
+    """Wait until a stream has given so many events."""
+    await exchange.until(lambda: len(exchange.lines) >= events)
+    return exchange
+
+
+@asynchronous
+async def test_c47_text_goes_out_as_it_comes(server: Server) -> None:
+    server.engine.forever(b"x")
+    server.engine.delay = 0.002
+    stream = await started(server.begin({"prompt": "a", "max_tokens": 200, "stream": True}), 3)
+    assert server.engine.running
+    await stream.end()
+    assert stream.text == "x" * 200
+
+
+@asynchronous
+async def test_c50_a_failure_before_the_first_event_is_an_http_error(make: Make) -> None:
+    cases = {
+        GenerationFailed("NaN at layer 3"): (500, "generation_failed"),
+        OutOfMemory("no page"): (503, "out_of_memory"),
+        EngineRestarting("boom"): (503, "engine_restarting"),
+        BackendError("/secret/path broke"): (503, "engine_restarting"),
+        EngineStopped("bye"): (503, "shutting_down"),
+    }
+    server = make()
+    for error, (status, code) in cases.items():
+        server.engine.fault = failing(error, 0)
+        for stream in (False, True):
+            answer = await server.post({"prompt": "a", "stream": stream})
+            assert (answer.status, answer.error["code"]) == (status, code)
+            assert answer.headers["x-request-id"] in answer.error["message"]
+            assert "/secret" not in answer.body.decode()
+            assert ("retry-after" in answer.headers) == (status == 503)
+            assert answer.headers.get("x-should-retry") == (None if status == 503 else "false")
+    server.engine.fault = lambda turn, n: None
+    assert (await server.post({"prompt": "a"})).status == 200
+    assert server.counts()["failure", "500"] == 2
+    assert server.counts()["failure", "503"] == 8
+
+
+@asynchronous
+async def test_c50_a_slow_start_sends_comments(make: Make) -> None:
+    server = make(first_event=0.05, sse_ping=0.05)
+    server.engine.delay = 0.4
+    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 1})
+    await stream.until(lambda: b": ping\n\n" in stream.body)
+    assert stream.status == 200
+    await stream.end()
+    assert stream.text == " "
+    assert stream.body.startswith(b": ping\n\n")
+    server.engine.fault = failing(GenerationFailed("late"), 0)
+    stream = await server.post({"prompt": "a", "stream": True})
+    assert (stream.status, stream.events[-1]["error"]["code"]) == (200, "generation_failed")
+    quiet = make(first_event=0.05, sse_ping=0)
+    quiet.engine.delay = 0.2
+    stream = await quiet.post({"prompt": "a", "stream": True, "max_tokens": 2})
+    assert stream.body.count(b": ping") == 1
+
+
+@asynchronous
+async def test_c51_c60_a_failure_midway_is_the_last_chunk(server: Server) -> None:
+    server.engine.fault = failing(GenerationFailed("NaN"), 3)
+    stream = await server.post({"prompt": ["a", "b"], "stream": True})
+    *chunks, last = stream.events
+    assert "[DONE]" not in stream.lines
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in last["choices"]] == [
+        (0, "", "error"),
+        (1, "", "error"),
+    ]
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    assert last["error"]["code"] == "generation_failed"
+    assert {e["id"] for e in stream.events} == {last["id"]}
+    assert all("error" not in e for e in chunks)
+    await eventually(lambda: server.idle)
+    whole = await server.post({"prompt": "a"})
+    assert (whole.status, whole.error["code"]) == (500, "generation_failed")
+    server.engine.fault = lambda turn, n: None
+    assert (await server.post({"prompt": "a"})).status == 200
+    assert server.counts() == {("failure", "500"): 2, ("success", "200"): 1}
+
+
+@asynchronous
+async def test_c51_choices_that_have_ended_stay_so(server: Server) -> None:
+    server.engine.script = lambda plan: server.engine.ids(b"x" * (1 if plan.ids == (70,) else 9))
+    server.engine.fault = failing(GenerationFailed("NaN"), 5)
+    stream = await server.post({"prompt": [[70], [71, 72]], "stream": True})
+    assert [c["index"] for c in stream.events[-1]["choices"]] == [1]
+
+
+@asynchronous
+async def test_b21_c61_a_stream_that_is_left_ends_at_once(server: Server) -> None:
+    server.engine.forever(b"x")
+    server.engine.delay = 0.005
+    other = server.begin({"prompt": "b", "max_tokens": 100, "stream": True})
+    stream = await started(server.begin({"prompt": "a", "n_predict": -1, "stream": True}), 3)
+    stream.leave()
+    await stream.end()
+    await eventually(lambda: len(server.engine.running) == 1)
+    assert (await other.end()).text == "x" * 100
+    assert server.counts() == {("cancelled", "499"): 1, ("success", "200"): 1}
+    assert server.idle
+
+
+@asynchronous
+async def test_b21_c61_a_buffered_request_that_is_left(server: Server) -> None:
+    server.engine.forever(b"x")
+    server.engine.delay = 0.005
+    for held in ({}, {"stop": ["x" * 250]}):
+        request = server.begin({"prompt": "a", "n_predict": -1, **held})
+        await eventually(lambda: len(server.engine.running) == 1)
+        request.leave()
+        await request.end()
+        assert request.messages == []
+        await eventually(lambda: server.idle)
+    assert server.counts() == {("cancelled", "499"): 2}
+    began = time.monotonic()
+    assert (await server.post({"prompt": "a", "max_tokens": 4})).status == 200
+    assert time.monotonic() - began < 3
+
+
+@asynchronous
+async def test_b21_c61_a_waiting_request_that_is_left_never_runs(make: Make) -> None:
+    server = make(parallel=1)
+    server.engine.forever(b"x")
+    server.engine.delay = 0.005
+    first = await started(server.begin({"prompt": "a", "n_predict": -1, "stream": True}))
+    waiting = [server.begin({"prompt": "b", "stream": stream}) for stream in (False, True)]
+    await eventually(lambda: len(server.engine.waiting) == 2)
+    for request in waiting:
+        request.leave()
+        await request.end()
+        assert request.messages == []
+    await eventually(lambda: not server.engine.waiting)
+    assert len(server.engine.running) == 1
+    assert len(server.engine.places) == 1
+    first.leave()
+    await first.end()
+    assert server.counts() == {("cancelled", "499"): 3}
+
+
+@asynchronous
+async def test_c61_a_client_that_leaves_while_its_prompt_is_tokenised(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = server.engine.tokenizer.encode
+
+    def slow(text: str, special: bool = False) -> list[int]:
+        time.sleep(0.2)
+        return encode(text, special)
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", slow)
+    request = server.begin({"prompt": "a"})
+    await eventually(lambda: bool(server.engine.places))
+    request.leave()
+    await request.end()
+    assert not server.engine.places
+    await asyncio.sleep(0.3)
+    assert server.engine.submitted == []
+
+
+@asynchronous
+async def test_c61_requests_left_at_random_points_leave_nothing(make: Make) -> None:
+    server = make(parallel=2, queue=100)
+    server.engine.script = lambda plan: server.engine.ids(b"x" * 30)
+    server.engine.delay = 0.001
+    requests = [server.begin({"prompt": "a", "stream": i % 2 == 0}) for i in range(60)]
+    for i, request in enumerate(requests):
+        if i % 3:
+            await asyncio.sleep(0.001 * (i % 7))
+            request.leave()
+    for request in requests:
+        await request.end(30)
+    await eventually(lambda: server.idle)
+    counts = server.counts()
+    assert sum(counts.values()) == 60
+    assert set(counts) <= {("success", "200"), ("cancelled", "499")}
+    assert counts["success", "200"] >= 20
+    left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    assert left == []
+    assert server.service.pace.running == 0
+
+
+@asynchronous
+async def test_c62_every_request_is_counted_once(server: Server) -> None:
+    await server.post({"prompt": "a"})
+    await server.post({"prompt": "a", "stream": True})
+    await server.post({"prompt": "a", "top_p": 3})
+    await server.post(b"{")
+    server.engine.state = "restarting"
+    await server.post({"prompt": "a"})
+    assert server.counts() == {("success", "200"): 2, ("failure", "400"): 2, ("failure", "503"): 1}
+    recorder = server.app.extensions["qwen35rt"]
+    assert not recorder.open
+
+
+@asynchronous
+async def test_c63_closing_after_the_terminal_chunk_is_a_success(server: Server) -> None:
+    stream = server.begin({"prompt": "a", "stream": True})
+    await stream.until(lambda: b'"finish_reason":"stop"' in stream.body)
+    stream.leave()
+    await stream.end()
+    assert server.counts() == {("success", "200"): 1}
+
+
+@asynchronous
+async def test_c53_a_client_that_does_not_read_pauses_its_own_turn(make: Make) -> None:
+    server = make(max_stream_buffer=4096, facts={"n_ctx": 4000})
+    server.engine.forever(b"x")
+    stream = server.begin({"prompt": "a", "n_predict": -1, "stream": True})
+    await started(stream, 1)
+    stream.gate.clear()
+    await eventually(lambda: bool(server.engine.running) and server.engine.running[0].turn.paused)
+    drawn = server.engine.running[0].draws
+    other = await server.post({"prompt": "b", "max_tokens": 50})
+    assert other.json["usage"]["completion_tokens"] == 50
+    assert server.engine.running[0].draws == drawn
+    assert 4096 * 3 // 4 // 336 <= drawn - len(stream.lines) < 100
+    stream.gate.set()
+    await stream.end(60)
+    assert stream.text == "x" * 3999
+    assert server.counts() == {("success", "200"): 2}
+
+
+@asynchronous
+async def test_c53_a_client_that_never_reads_is_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    server = make(write_timeout=0.15, max_stream_buffer=4096, facts={"n_ctx": 4000})
+    server.engine.forever(b"x")
+    stream = await started(server.begin({"prompt": "a", "n_predict": -1, "stream": True}))
+    stream.gate.clear()
+    await stream.end()
+    await eventually(lambda: server.idle)
+    assert server.counts() == {("cancelled", "499"): 1}
+    assert stream.messages[-1]["more_body"]
+
+
+@asynchronous
+async def test_c52_the_turn_is_over_before_its_last_chunks_are_read(make: Make) -> None:
+    server = make(parallel=1, queue=0)
+    stream = server.begin({"prompt": "a", "stream": True})
+    await started(stream)
+    stream.gate.clear()
+    await eventually(lambda: server.idle)
+    assert (await server.post({"prompt": "b"})).status == 200
+    stream.gate.set()
+    await stream.end()
+    assert stream.lines[-1] == "[DONE]"
+
+
+@asynchronous
+async def test_c65_a_full_queue_refuses_and_keeps_the_order(make: Make) -> None:
+    server = make(parallel=2, queue=3)
+    server.engine.script = lambda plan: server.engine.ids(b"x" * 8)
+    server.engine.delay = 0.02
+    ended: list[int] = []
+
+    async def ask(i: int) -> None:
+        if (await requests[i].end()).status == 200:
+            ended.append(i)
+
+    requests = [server.begin({"prompt": [70 + i]}) for i in range(12)]
+    await asyncio.gather(*(ask(i) for i in range(12)))
+    refused = [r for r in requests if r.status != 200]
+    assert len(refused) == 7
+    for request in refused:
+        assert (request.status, request.error["code"]) == (503, "queue_full")
+        assert 1 <= int(request.headers["retry-after"]) <= 120
+    assert [plan.ids[0] - 70 for plan in server.engine.submitted] == sorted(ended)
+    rejected = server.service.metrics.text().decode()
+    assert 'admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 7.0' in rejected
+
+
+@asynchronous
+async def test_c65_four_slots_four_first_tokens(server: Server) -> None:
+    server.engine.forever(b"x")
+    server.engine.delay = 0.002
+    streams = [server.begin({"prompt": "a", "max_tokens": 100, "stream": True}) for _ in range(5)]
+    for stream in streams[:4]:
+        await started(stream)
+    assert not any(s.task.done() for s in streams[:4])
+    assert streams[4].messages == []
+    for stream in streams:
+        assert (await stream.end()).text == "x" * 100
+
+
+@asynchronous
+async def test_b24_c5_health_and_refusals_come_at_once(make: Make) -> None:
+    server = make(parallel=1)
+    server.engine.forever(b"x")
+    server.engine.delay = 0.5
+    running = server.begin({"prompt": "a"})
+    await eventually(lambda: bool(server.engine.running))
+    big = [server.begin({"prompt": "hello world " * 420_000}), server.begin({"prompt": [70] * 30_000})]
+    for _ in range(5):
+        began = time.monotonic()
+        assert (await server.get("/health")).status == 200
+        assert (await server.post({"prompt": "a", "top_p": 7})).status == 400
+        assert time.monotonic() - began < 0.5
+        await asyncio.sleep(0.02)
+    for request in big:
+        assert (await request.end()).error["code"] == "context_length_exceeded"
+    running.leave()
+    await running.end()
+
+
+@asynchronous
+async def test_a_request_that_takes_too_long(make: Make) -> None:
+    server = make(request_timeout=0.2)
+    server.engine.forever(b"x")
+    server.engine.delay = 0.01
+    answer = await server.post({"prompt": "a", "n_predict": -1})
+    assert (answer.status, answer.error["code"]) == (504, "request_timeout")
+    stream = await server.post({"prompt": "a", "n_predict": -1, "stream": True})
+    assert stream.events[-1]["error"]["code"] == "request_timeout"
+    await eventually(lambda: server.idle)
+    assert server.counts() == {("failure", "504"): 2}
+
+
+@asynchronous
+async def test_one_log_line_per_request_without_its_text(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "qwen35rt")
+    headers = [("x-api-key", "sesame"), ("x-request-id", "r1")]
+    await server.post({"prompt": "secret words", "model": "m\nx"}, headers=headers)
+    await server.post({"prompt": "secret words", "stream": True})
+    await server.get("/health")
+    lines = [r.message for r in caplog.records if "endpoint=" in r.message]
+    assert len(lines) == 2
+    assert "id=r1 endpoint=/v1/completions status=200 outcome=success model=tiny stream=False prompt_n=" in lines[0]
+    assert "finish_reason=stop on_gpu=False client=127.0.0.1" in lines[0]
+    assert "stream=True" in lines[1]
+    everything = "\n".join(r.getMessage() for r in caplog.records)
+    assert "secret" not in everything
+    assert "sesame" not in everything
+    assert "\nx" not in everything
+
+
+@asynchronous
+async def test_an_unknown_fault_shows_nothing_of_itself(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("/home/secret")
+
+    monkeypatch.setattr(server.engine, "submit_all", broken)
+    answer = await server.post({"prompt": "a"})
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert "secret" not in answer.body.decode()
+    assert answer.headers["x-request-id"] in answer.error["message"]
+    assert "ZeroDivisionError" in caplog.text
+    await eventually(lambda: server.idle)
+
+
+@asynchronous
+async def test_a_late_refusal_of_the_engine(server: Server) -> None:
+    errors: list[Qwen35Error] = [RequestError("bans leave no token", "logit_bias"), EngineStopped("drain")]
+    for error, status in zip(errors, (400, 503), strict=True):
+        server.engine.refuse = error
+        assert (await server.post({"prompt": "a", "stream": True})).status == status
