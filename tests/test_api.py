@@ -136,13 +136,6 @@ def test_logits_leave_kept_states_alone(tiny: Model) -> None:
     assert text + "".join(stream) == tiny.generate(ids, max_tokens=4, temperature=0, ignore_eos=True).text
 
 
-def test_c22_a_prompt_without_an_answer_can_be_kept_for_later(tiny: Model) -> None:
-    ids = [int(i) for i in np.random.default_rng(5).integers(0, 256, 100)]
-    assert tiny.generate(ids, max_tokens=0).timings.prompt_n == 0
-    longer = [*ids, 1]
-    assert tiny.generate(longer, max_tokens=1).usage.cached_tokens == 0
-
-
 def test_logits_are_of_a_fresh_state(tiny: Model) -> None:
     ids = tiny.tokenize("hello world, hello")
     whole = tiny.logits(ids)

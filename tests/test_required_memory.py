@@ -32,7 +32,8 @@ def peak():
 
 def run(path):
     progress = (lambda stage, done, total: None) if read_first else None
-    with qwen35rt.load(path, device="cpu", threads=2, progress=progress) as model:
+    # A short context: what is kept for later prompts and other sequences is stated, but not used here.
+    with qwen35rt.load(path, device="cpu", threads=2, n_ctx=512, progress=progress) as model:
         done = model.generate("hello" * repeat, max_tokens=5, temperature=0, ignore_eos=True)
         exe = model._executable
         state = sum(a.nbytes for a in (exe._k, exe._v, exe._delta, exe._conv))

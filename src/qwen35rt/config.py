@@ -41,7 +41,7 @@ class EngineDefaults:
     parallel: int = 4  # turns that run at once in a server
     queue: int = 64  # requests that wait for a place at most
     max_restarts: int = 3  # after faults of a backend, within ...
-    restart_window: float = 600.0  # ... so many seconds
+    restart_window: int = 600  # ... so many seconds
 
 
 @dataclass(frozen=True)

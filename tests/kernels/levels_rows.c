@@ -188,14 +188,15 @@ static void route(void) {
 
 // Two sequences: rows 0..9 begin in slot 2, rows 10..22 go on from slot 1 in slot 0. Saved: the
 // states after a row of each that reach into what came before the step, and after a last row. The
-// first one again in pieces.
+// first one again in pieces. Slots for saved states hold NaN beforehand.
 static void conv(int channels, int taps) {
     enum { LAYERS = 2, ROWS = 23, SLOTS = 6, SAVES = 3 };
-    const int64_t one = (int64_t)channels * (taps - 1), all = SLOTS * LAYERS * one;
+    const int64_t one = (int64_t)channels * (taps - 1), all = SLOTS * LAYERS * one,
+                  used = 3 * LAYERS * one;
     int32_t offsets[3] = {0, 10, ROWS}, starts[2] = {0, 5}, slots[2] = {2, 0}, sources[2] = {2, 1};
     int32_t save_rows[SAVES] = {1, 9, 10}, save_slots[SAVES] = {5, 3, 4};
     float *x = random_floats(ROWS * channels, 1), *w = random_floats(channels * taps, 1),
-          *before = random_floats(all, 1);
+          *before = memcpy(unset_floats(all), random_floats(used, 1), (size_t)(4 * used));
     float *out = unset_floats(ROWS * channels), *again = unset_floats(ROWS * channels);
     float *after = copy_of(before, 4 * all), *pieces = copy_of(before, 4 * all);
     double *want = doubles(ROWS * channels);

@@ -26,16 +26,16 @@ static void delta_head(delta_shape s, int h, const float *qkv, const float *gate
 }
 
 // Sequence 0 begins in slot 2; sequence 1 goes on from slot 1 in slot 0. Saved: row 4, the last row
-// of sequence 0, and a row of sequence 1.
+// of sequence 0, and a row of sequence 1, in slots that hold NaN beforehand.
 static void delta_net(delta_shape s) {
     enum { ROWS = 40, LAYERS = 2, SLOTS = 6, SAVES = 3 };
     const int d = s.d, width = (2 * s.k_heads + s.v_heads) * d, out_width = s.v_heads * d;
-    const int64_t one = (int64_t)out_width * d, all = SLOTS * LAYERS * one;
+    const int64_t one = (int64_t)out_width * d, all = SLOTS * LAYERS * one, used = 3 * LAYERS * one;
     int32_t offsets[3] = {0, 25, ROWS}, starts[2] = {0, 7}, slots[2] = {2, 0}, sources[2] = {2, 1};
     int32_t save_rows[SAVES] = {4, 24, 30}, save_slots[SAVES] = {5, 3, 4};
     float *x = random_floats(ROWS * width, 0.5), *gates = random_floats(ROWS * 2 * s.v_heads, 1);
-    float *before = random_floats(all, 0.3), *after = copy_of(before, 4 * all),
-          *pieces = copy_of(before, 4 * all);
+    float *before = memcpy(unset_floats(all), random_floats(used, 0.3), (size_t)(4 * used)),
+          *after = copy_of(before, 4 * all), *pieces = copy_of(before, 4 * all);
     float *out = unset_floats(ROWS * out_width), *again = unset_floats(ROWS * out_width);
     double *want = doubles(ROWS * out_width), *want_state = doubles(2 * one);
     name_case("delta_net %d, %d heads of %d", s.k_heads, s.v_heads, d);

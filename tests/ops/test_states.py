@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qwen35rt.backends.base import Batch, Executable, KvType, Limits
+from qwen35rt.backends.base import Batch, Executable, Int, KvType, Limits
 from qwen35rt.errors import BackendError
 from qwen35rt.model.program import Program, StateShape
 from tests.implementations import Implementation, implementations
@@ -31,6 +31,15 @@ SLOTS, PAGES, PAGE_TOKENS = 24, 9, 64
 PAGES_EACH = PAGES // 3
 LIMITS = Limits(400, 400, SLOTS, PAGES, PAGE_TOKENS)
 SHAPES = {"even": (2, 32, 4), "odd": (3, 20, 4), "two-taps": (1, 16, 2)}  # heads, d, taps
+
+
+def _ints(*numbers: int) -> Int:
+    return np.array(numbers, np.int32)
+
+
+def _draw(rng: np.random.Generator, n: int) -> Int:
+    """Random tokens."""
+    return rng.integers(0, VOCAB, n, np.int32)
 
 
 def _recurrent(heads: int, d: int, taps: int) -> Program:
@@ -59,7 +68,7 @@ class Part:
     saves (row of its own, slot)."""
 
     prefix: int
-    tokens: Array
+    tokens: Int
     slot: int
     saves: tuple[tuple[int, int], ...]
 
@@ -80,7 +89,7 @@ def _parts(rng: np.random.Generator, single: bool) -> list[Part]:
             rows = np.union1d(rows, n - 1)  # equal to the final state
         in_place = prefix >= 0 and prefixes.count(prefix) == 1 and rng.integers(2)
         slot = prefix if in_place else next(free)
-        made.append(Part(prefix, rng.integers(0, VOCAB, n), slot, tuple((int(r), next(free)) for r in rows)))
+        made.append(Part(prefix, _draw(rng, n), slot, tuple((int(r), next(free)) for r in rows)))
     return made
 
 
@@ -107,7 +116,7 @@ def _in_steps(exe: Executable, part: Part, before: State) -> Iterator[tuple[Arra
     """Logits and state of each step, if steps end where the part saves and where it ends."""
     if part.prefix >= 0:
         exe.write_slot(0, *before)
-    pages, at = np.arange(PAGES_EACH), 0
+    pages, at = _ints(*range(PAGES_EACH)), 0
     for end in sorted({row + 1 for row, _ in part.saves} | {len(part.tokens)}):
         logits, _ = exe.run(Batch.single(part.tokens[at:end], part.start + at, pages, out_rows=range(end - at)))
         yield logits.copy(), exe.read_slot(0)
@@ -147,7 +156,7 @@ def test_saved_states_are_those_of_steps_that_end_there(
         dirt = [rng.normal(size=state.shape).astype(np.float32) for state in exe.read_slot(slot)]
         exe.write_slot(slot, dirt[0], dirt[1])
     for slot, n in enumerate(PREFIXES):
-        exe.run(Batch.single(rng.integers(0, VOCAB, n), 0, np.arange(1), slot))
+        exe.run(Batch.single(_draw(rng, n), 0, _ints(0), slot))
     before = [exe.read_slot(slot) for slot in range(SLOTS)]
     plain, _ = exe.run(_batch(parts, saves=False))
     plain = plain.copy()
@@ -212,15 +221,13 @@ def test_a_partly_filled_page_is_shared_by_copying_it(
 ) -> None:
     """Two sequences go on from 20 tokens: page 3 is shared, of page 1, which holds 4 of them, each has its own."""
     rng = np.random.default_rng(16)
-    prefix, ends = rng.integers(0, VOCAB, 20), rng.integers(0, VOCAB, (2, 9))
+    prefix, ends = _draw(rng, 20), _draw(rng, 18).reshape(2, 9)
     backend, limits = implementation.make(), Limits(60, 60, 2, 4, 16, kv_dtype)
     exe, other = backend.compile(_attentive(), limits), backend.compile(_attentive(), limits)
-    alone = [
-        other.run(Batch.single([*prefix, *end], 0, np.arange(2), out_rows=range(20, 29)))[0].copy() for end in ends
-    ]
+    alone = [other.run(Batch.single([*prefix, *end], 0, _ints(0, 1), out_rows=range(20, 29)))[0].copy() for end in ends]
     other.close()
-    exe.run(Batch.single(rng.integers(0, VOCAB, 32), 0, np.array([0, 2])))  # page 2 is not clean
-    exe.run(Batch.single(prefix, 0, np.array([3, 1])))
+    exe.run(Batch.single(_draw(rng, 32), 0, _ints(0, 2)))  # page 2 is not clean
+    exe.run(Batch.single(prefix, 0, _ints(3, 1)))
     exe.copy_page(1, 2)
     positions = np.broadcast_to(np.tile(np.arange(20, 29), 2), (3, 18))
     fields = (ends.reshape(-1), positions, [0, 9, 18], [20, 20], [0, 1], [[3, 1], [3, 2]], np.arange(18))
@@ -235,12 +242,12 @@ def test_a_partly_filled_page_is_shared_by_copying_it(
 def test_a_state_that_was_read_can_be_put_back(implementation: Implementation) -> None:
     program = _recurrent(*SHAPES["even"])
     exe = implementation.make().compile(program, Limits(20, 20, 3, 1))
-    first, rest = np.arange(9), np.arange(9, 12)
-    exe.run(Batch.single(first, 0, np.arange(1), 0))
+    first, rest = range(9), range(9, 12)
+    exe.run(Batch.single(first, 0, _ints(0), 0))
     delta, conv = exe.read_slot(0)
-    want = exe.run(Batch.single(rest, 9, np.arange(1), 0))[0].copy()
+    want = exe.run(Batch.single(rest, 9, _ints(0), 0))[0].copy()
     exe.write_slot(2, delta, conv)
-    np.testing.assert_array_equal(exe.run(Batch.single(rest, 9, np.arange(1), 1, source=2))[0], want)
+    np.testing.assert_array_equal(exe.run(Batch.single(rest, 9, _ints(0), 1, source=2))[0], want)
     for slot in (0, 2):
         exe.copy_slot(slot, 1)
         for got, state in zip(exe.read_slot(1), exe.read_slot(slot), strict=True):
@@ -297,10 +304,6 @@ def _given(**changes: Any) -> Batch:
     return Batch(**{k: np.asarray(v, np.int32) for k, v in fields.items()} | changes)
 
 
-def _ints(*numbers: int) -> Array:
-    return np.array(numbers, np.int32)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -339,9 +342,9 @@ def test_a_step_that_contradicts_itself_is_refused(
 
 
 def test_sources_are_the_slots_unless_given() -> None:
-    batch = Batch.single([1, 2, 3], 4, np.arange(1), 5, saves=[(0, 7), (2, 6)])
+    batch = Batch.single([1, 2, 3], 4, _ints(0), 5, saves=[(0, 7), (2, 6)])
     assert (batch.sources.tolist(), batch.save_rows.tolist(), batch.save_slots.tolist()) == ([5], [0, 2], [7, 6])
-    assert Batch.single([1], 4, np.arange(1), 5, source=3).sources.tolist() == [3]
+    assert Batch.single([1], 4, _ints(0), 5, source=3).sources.tolist() == [3]
     positional = (batch.tokens, batch.positions, batch.row_offsets, batch.starts, batch.slots, batch.pages)
     plain = Batch(*positional, out_rows=batch.out_rows)
     assert plain.sources is plain.slots

@@ -81,9 +81,9 @@ class Batch:
 
     @staticmethod
     def single(
-        tokens: Sequence[int] | Int,
+        tokens: Sequence[int] | npt.NDArray[Any],
         start: int,
-        pages: Int,
+        pages: npt.NDArray[Any],
         slot: int = 0,
         out_rows: Sequence[int] | None = None,
         saves: Sequence[tuple[int, int]] = (),

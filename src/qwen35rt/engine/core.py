@@ -343,7 +343,7 @@ class Core:
 
 
 def _end(turn: Turn, delta: Delta | None, events: Events) -> None:
-    if delta is not None:
+    if delta is not None and (delta.text or delta.ids):
         events.append((turn, delta))
     events.append((turn, turn.completion))
 

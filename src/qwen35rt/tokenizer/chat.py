@@ -172,8 +172,8 @@ def _position(tokenizer: Tokenizer, text: str, ids: list[int], at: int, breaker:
     """How many of the ``ids`` of a rendered text stand for its first ``at`` characters; 0 where no token ends there."""
     if at == len(text):
         return len(ids)
-    if any(text.startswith(tokenizer.vocab.tokens[i], at) for i in tokenizer.vocab.control):
-        # Texts are cut at control tokens, so the rest has the same ids by itself, and it is short as a rule.
+    if 2 * at > len(text) and any(text.startswith(tokenizer.vocab.tokens[i], at) for i in tokenizer.vocab.control):
+        # Texts are cut at control tokens, so the rest, the shorter part here, has the same ids by itself.
         rest = encode_guarded(tokenizer, text[at:], breaker)
         return len(ids) - len(rest) if ids[len(ids) - len(rest) :] == rest else 0
     before = encode_guarded(tokenizer, text[:at], breaker)

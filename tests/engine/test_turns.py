@@ -1,90 +1,19 @@
-"""Turns on one sequence: budget, ends, reuse of state, cancelling, what is measured, and faults (B29)."""
+"""One turn at a time on a core: budget, ends, texts, reuse of state, cancelling, what is measured, faults (B29)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qwen35rt.backends.base import Batch, Executable, Float, Limits, StepReport
-from qwen35rt.backends.reference import ReferenceBackend
-from qwen35rt.engine.result import Completion
-from qwen35rt.engine.session import Session, Turn
 from qwen35rt.errors import BackendError, ContextLengthExceeded, GenerationFailed, RequestError
-from qwen35rt.model.source import Source, open_source
-from qwen35rt.plan import Plan, make_plan, sampling_params
-from qwen35rt.tokenizer import Tokenizer, build_tokenizer
+from qwen35rt.plan import Markup
 
-from ..fixtures import TinySpec, tiny_tensors, write_script, write_tiny
+from ..fixtures import Float, TinySpec, tiny_tensors, write_script, write_tiny
 from ..gguf_raw import quantize
-
-N_CTX = 256
-
-
-class Spy:
-    """An executable that notes the rows of each step and can lie about its device or fail."""
-
-    def __init__(self, inner: Executable) -> None:
-        self.inner, self.limits = inner, inner.limits
-        self.state_bytes, self.page_bytes = inner.state_bytes, inner.page_bytes
-        self.steps: list[int] = []
-        self.devices: Iterator[str] | None = None
-        self.fail_at = -1
-
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
-        if len(self.steps) == self.fail_at:
-            self.fail_at = -1
-            raise BackendError("made to fail")
-        self.steps.append(len(batch.tokens))
-        logits, report = self.inner.run(batch, keep)
-        if self.devices is not None:
-            report = replace(report, devices={next(self.devices): 1})
-        return logits, report
-
-    def copy_slot(self, source: int, target: int) -> None:
-        self.inner.copy_slot(source, target)
-
-    def read_slot(self, slot: int) -> tuple[Float, Float]:
-        return self.inner.read_slot(slot)
-
-    def write_slot(self, slot: int, delta: Float, conv: Float) -> None:
-        self.inner.write_slot(slot, delta, conv)
-
-    def copy_page(self, source: int, target: int) -> None:
-        self.inner.copy_page(source, target)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class Rig:
-    """A session on the reference backend, and shortcuts."""
-
-    def __init__(self, path: Path, rows: int = 16, slots: int = 2) -> None:
-        self.source: Source = open_source(path)
-        self.tokenizer: Tokenizer = build_tokenizer(self.source.file.metadata)
-        limits = Limits(rows=rows, out_rows=rows, slots=slots, pages=N_CTX // 16, page_tokens=16)
-        self.spy = Spy(ReferenceBackend().compile(self.source.program, limits))
-        self.session = Session(self.spy, self.tokenizer)
-
-    def plan(self, prompt: str | Sequence[int], keep_at: int = 0, **options: Any) -> Plan:
-        ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
-        own = {n: options.pop(n) for n in ("max_tokens", "include_stop", "skip_special", "cache") if n in options}
-        params = sampling_params({"temperature": 0, **options}, {}, self.tokenizer.n_vocab)
-        return make_plan(ids, params, N_CTX, self.tokenizer.n_vocab, keep_at=keep_at, **own)
-
-    def run(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        return drain(self.session.turn(self.plan(prompt, **options)))
-
-
-def drain(turn: Turn) -> Completion:
-    texts = [delta.text for delta in turn]
-    assert "".join(texts) == turn.completion.text
-    return turn.completion
+from .rig import N_CTX, Rig, random_ids, until
 
 
 @pytest.fixture
@@ -98,10 +27,6 @@ def script(tmp_path: Path) -> Any:
 @pytest.fixture
 def tiny(tiny_dense: Path) -> Rig:
     return Rig(tiny_dense)
-
-
-def random_ids(n: int, seed: int = 7) -> list[int]:
-    return [int(i) for i in np.random.default_rng(seed).integers(0, 256, n)]
 
 
 def test_c30_c34_end_of_turn_token_is_no_text_and_not_counted(script: Any) -> None:
@@ -134,12 +59,12 @@ def test_c30_ignore_eos_bans_the_end(script: Any) -> None:
 )
 def test_b77_c31_c35_stop_strings_over_tokens(script: Any, stop: Any, text: str, reason: str | None) -> None:
     rig = script(b"A", b"BC", b"DEF", b"G")
-    turn = rig.session.turn(rig.plan("x", stop=stop))
+    turn = rig.add("x", stop=stop)
+    done = rig.finish(turn)[0]
     shown = ""
-    for delta in turn:
-        shown += delta.text
+    for part in rig.texts(turn):
+        shown += part
         assert text.startswith(shown)
-    done = turn.completion
     assert (done.text, done.stop_reason, done.finish_reason) == (text, reason, "stop")
     # C32: no step runs after the token that completes the stop (one prompt step, then one per earlier token).
     if reason is not None:
@@ -152,9 +77,10 @@ def test_c33_include_stop(script: Any) -> None:
 
 def test_b53_characters_split_over_tokens(script: Any) -> None:
     rig = script(b"\xf0", b"\x9f", b"\x98", b"\x80", b"\xe3", b"\x81", b"x", b"end")
-    turn = rig.session.turn(rig.plan("x"))
-    deltas = [delta.text for delta in turn]
-    assert "".join(deltas) == turn.completion.text == "😀\ufffdxend"
+    turn = rig.add("x")
+    done = rig.finish(turn)[0]
+    deltas = rig.texts(turn)
+    assert "".join(deltas) == done.text == "😀\ufffdxend"
     assert deltas[3] == "😀"
     assert not any("\ufffd" in d for d in deltas[:6])
 
@@ -175,6 +101,9 @@ def test_c22_no_tokens_asked_for_means_no_step(tiny: Rig) -> None:
     done = tiny.run("hello", max_tokens=0)
     assert (done.text, done.finish_reason, done.usage.completion_tokens, done.on_gpu) == ("", "length", 0, False)
     assert tiny.spy.steps == []
+    warm = tiny.run("hello", max_tokens=0, warm=True)
+    assert (warm.text, warm.finish_reason, warm.usage.completion_tokens) == ("", "length", 0)
+    assert tiny.run("hello!", max_tokens=1).usage.cached_tokens == 1
     times = done.timings.as_dict()
     assert [times[n] for n in ("prompt_ms", "predicted_ms", "ttft_ms", "predicted_per_second")] == [None] * 4
 
@@ -231,7 +160,7 @@ def test_c25_prefill_slices_do_not_change_the_answer(tiny_dense: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_c29_a_prompt_that_extends_the_state_goes_on_from_it(tiny: Rig, tiny_dense: Path) -> None:
+def test_c29_a_prompt_that_extends_an_answer_goes_on_from_its_end(tiny: Rig, tiny_dense: Path) -> None:
     ids = random_ids(40)
     first = tiny.run(ids, max_tokens=5, ignore_eos=True)
     longer = [*ids, *first.ids, *random_ids(6, seed=8)]
@@ -244,74 +173,44 @@ def test_c29_a_prompt_that_extends_the_state_goes_on_from_it(tiny: Rig, tiny_den
     assert again.ids == Rig(tiny_dense).run(longer, max_tokens=5, ignore_eos=True).ids
 
 
-def test_c29_other_prompts_start_from_nothing(tiny: Rig, tiny_dense: Path) -> None:
+def test_c29_without_cache_prompt_nothing_is_looked_up_or_stored(tiny: Rig) -> None:
     ids = random_ids(40)
-    tiny.run(ids, max_tokens=5, ignore_eos=True)
-    changed = [*ids[:38], 1, 2]
-    done = tiny.run(changed, max_tokens=5, ignore_eos=True)
-    assert done.usage.cached_tokens == 0
-    assert done.ids == Rig(tiny_dense).run(changed, max_tokens=5, ignore_eos=True).ids
-    assert tiny.run([*changed, *done.ids], cache=False, max_tokens=1).usage.cached_tokens == 0
-
-
-def test_c29_an_equal_prompt_runs_again_where_no_state_lies_before_its_end(tiny: Rig) -> None:
-    ids = random_ids(40)
-    first = tiny.run(ids, max_tokens=1, ignore_eos=True)  # the state now holds exactly the prompt
-    again = tiny.run(ids, max_tokens=1, ignore_eos=True)
-    assert (again.ids, again.usage.cached_tokens) == (first.ids, 0)
-
-
-def test_c29_kept_state_serves_prompts_that_share_the_beginning(tiny: Rig, tiny_dense: Path) -> None:
-    ids = random_ids(40)
-    first = tiny.run(ids, keep_at=30, max_tokens=5, ignore_eos=True)
-    again = tiny.run(ids, keep_at=30, max_tokens=5, ignore_eos=True)
-    assert (again.usage.cached_tokens, again.ids) == (30, first.ids)
-    other = [*ids[:30], *random_ids(20, seed=9)]
-    done = tiny.run(other, max_tokens=5, ignore_eos=True)
-    assert done.usage.cached_tokens == 30
-    assert done.ids == Rig(tiny_dense).run(other, max_tokens=5, ignore_eos=True).ids
-    # A prompt that drops everything drops the kept state too: its pages are written over.
-    tiny.run(random_ids(35, seed=10), max_tokens=1)
-    assert tiny.run(other, max_tokens=5, ignore_eos=True).usage.cached_tokens == 0
+    tiny.run(ids, cache=False, max_tokens=5)
+    assert (tiny.core.cache.entries, tiny.core.counters.queries) == (0, 0)
+    tiny.run(ids, max_tokens=5)
+    entries = tiny.core.cache.entries
+    assert tiny.run(ids, cache=False, max_tokens=5).usage.cached_tokens == 0
+    assert (tiny.core.cache.entries, tiny.core.counters.queries) == (entries, 1)
 
 
 def test_cancel_between_prefill_slices_and_at_each_token(tiny: Rig, tiny_dense: Path) -> None:
     ids = random_ids(60)
-    turn = tiny.session.turn(tiny.plan(ids), cancelled=lambda: len(tiny.spy.steps) >= 2)
-    done = drain(turn)
+    turn = tiny.add(ids, ignore_eos=True)
+    until(lambda: len(tiny.spy.steps) == 2, tiny.step)
+    turn.cancelled = True
+    done = tiny.finish(turn)[0]
     assert (tiny.spy.steps, done.finish_reason, done.text, done.timings.prompt_n) == ([16, 16], "cancelled", "", 32)
     tiny.spy.steps.clear()
-    turn = tiny.session.turn(tiny.plan(ids, ignore_eos=True), cancelled=lambda: len(tiny.spy.steps) >= 4)
-    done = drain(turn)
+    turn = tiny.add(ids, ignore_eos=True)
+    until(lambda: len(tiny.spy.steps) == 4, tiny.step)
+    turn.cancelled = True
+    done = tiny.finish(turn)[0]
     # 28 tokens were left of the prompt: two steps; then two tokens more.
     assert (tiny.spy.steps, done.finish_reason, done.usage.cached_tokens) == ([16, 12, 1, 1], "cancelled", 32)
     assert done.ids == Rig(tiny_dense).run(ids, max_tokens=3, ignore_eos=True).ids
+    tiny.check_all_returned()
 
 
-def test_progress_of_a_prompt(tiny: Rig) -> None:
-    seen: list[tuple[str, int, int]] = []
-    drain(tiny.session.turn(tiny.plan(random_ids(40), max_tokens=1), progress=lambda *a: seen.append(a)))
-    assert seen == [("prompt", n, 40) for n in (0, 16, 32, 40)]
-
-
-def test_a_turn_that_was_overtaken_cannot_go_on(tiny: Rig) -> None:
-    slow = iter(tiny.session.turn(tiny.plan("hello", max_tokens=9, ignore_eos=True)))
-    next(slow)
-    tiny.run("world", max_tokens=2)
-    with pytest.raises(RequestError, match="another one has begun"):
-        next(slow)
-
-
-def test_a_failed_step_drops_the_state(tiny: Rig, tiny_dense: Path) -> None:
-    ids = random_ids(40)
-    tiny.run(ids, max_tokens=5, ignore_eos=True)
-    tiny.spy.fail_at = len(tiny.spy.steps) + 1
+def test_a_failed_step_is_raised_and_turns_may_go_on_elsewhere(tiny: Rig, tiny_dense: Path) -> None:
+    turn = tiny.add(random_ids(40), max_tokens=9, ignore_eos=True)
+    tiny.spy.fail_at = 5
     with pytest.raises(BackendError, match="made to fail"):
-        tiny.run([*ids, *random_ids(30, seed=8)])
-    assert tiny.session.ids == []
-    done = tiny.run(ids, max_tokens=5, ignore_eos=True)
-    assert done.usage.cached_tokens == 0
-    assert done.ids == Rig(tiny_dense).run(ids, max_tokens=5, ignore_eos=True).ids
+        tiny.finish()
+    other = Rig(tiny_dense)
+    other.events = tiny.events
+    other.core.add(turn)
+    assert other.finish(turn)[0].ids == Rig(tiny_dense).run(random_ids(40), max_tokens=9, ignore_eos=True).ids
+    assert other.result(turn).usage.prompt_tokens == other.result(turn).timings.prompt_n == 40
 
 
 def test_c26_seeds(tiny: Rig) -> None:
@@ -340,7 +239,8 @@ def test_b29_inf_in_a_weight_ends_the_turn_with_an_error(tmp_path: Path, tiny_de
     rig = Rig(write_tiny(tmp_path / "inf.gguf", overrides={"blk.3.ffn_down.weight": spoil}))
     with np.errstate(all="ignore"), pytest.raises(GenerationFailed, match=r"not finite.* state dropped"):
         rig.run("hello", max_tokens=50)
-    assert rig.session.ids == []
+    assert rig.core.cache.entries == 0
+    rig.check_all_returned()
     assert Rig(tiny_dense).run("hello", max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
 
 
@@ -363,3 +263,61 @@ def test_b29_the_next_turn_is_sound(tmp_path: Path) -> None:
         rig.run("hello z", max_tokens=6)
     again = rig.run("hello", max_tokens=6, ignore_eos=True)
     assert (again.ids, again.usage.cached_tokens) == (good.ids, 0)
+
+
+def test_b29_nan_in_the_state_is_seen_before_the_end_of_the_prompt(tmp_path: Path) -> None:
+    """A prompt that is cancelled half way leaves no state behind that no logits vouch for."""
+
+    def spoil(values: Float) -> Float:
+        values[5] = np.nan
+        return values
+
+    rig = Rig(write_tiny(tmp_path / "nan.gguf", overrides={"token_embd.weight": spoil}, tied=False))
+    ids = [*range(6, 36), 5, *range(6, 60)]
+    with np.errstate(all="ignore"), pytest.raises(GenerationFailed):
+        rig.run(ids, keep_at=(16, 31, 33))
+    assert rig.spy.steps == [16, 16]
+    assert [e.position for e in rig.core.cache._entries] == [16]
+    rig.check_all_returned()
+
+
+def marked(rig: Rig, **options: Any) -> Markup:
+    named = {"think": "<think>", "think_end": "</think>", "call": "<tool_call>", "call_end": "</tool_call>"}
+    ids = {name: rig.tokenizer.encode(text, special=True)[0] for name, text in named.items()}
+    return Markup(**{**ids, **options})
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2])
+def test_budget_of_reasoning_forces_its_end(script: Any, budget: int) -> None:
+    rig = script(b"a", b"b", b"c", b"d", b"e", b"f", end=None)
+    closing = (*rig.tokenizer.encode("!"), *rig.tokenizer.encode("</think>", special=True), *rig.tokenizer.encode("\n"))
+    done = rig.run("x", max_tokens=budget + 6, markup=marked(rig, reasoning=True, budget=budget, closing=closing))
+    assert done.text == "abc"[:budget] + "!</think>\n" + "abc"
+    assert done.usage.reasoning_tokens == budget + 2
+    assert done.usage.completion_tokens == budget + 6
+    logged = rig.run("x", logprobs=1, max_tokens=9, markup=marked(rig, reasoning=True, budget=1, closing=closing))
+    assert [e.id for e in logged.logprobs or ()] == logged.ids
+
+
+def test_reasoning_that_the_answer_opens_is_counted_and_bounded(script: Any) -> None:
+    rig = script("<think>", b"a", b"b", "</think>", b"c", end=None)
+    done = rig.run("x", max_tokens=5, markup=marked(rig))
+    assert (done.text, done.usage.reasoning_tokens) == ("<think>ab</think>c", 4)
+    closing = tuple(rig.tokenizer.encode("</think>", special=True))
+    done = rig.run("x", max_tokens=4, markup=marked(rig, budget=0, closing=closing))
+    assert (done.text[:16], done.usage.reasoning_tokens) == ("<think></think>c", 2)
+
+
+def test_b77_stops_act_outside_reasoning_and_calls_only(script: Any) -> None:
+    rig = script(b"a#", "</think>", b"b", "<tool_call>", b"c#", "</tool_call>", b"d", b"e#f", b"g")
+    done = rig.run("x", stop=["#", "think", "tool"], markup=marked(rig, reasoning=True))
+    assert (done.text, done.stop_reason) == ("a#</think>b<tool_call>c#</tool_call>de", "#")
+    assert rig.run("x", stop="#").text == "a"
+    one = rig.run("x", markup=marked(rig, reasoning=True, one_call=True))
+    assert (one.text, one.finish_reason) == ("a#</think>b<tool_call>c#</tool_call>", "stop")
+
+
+def test_banned_ids_are_never_drawn(script: Any) -> None:
+    rig = script(b"one ", b"two")
+    second = rig.run("x").ids[1]
+    assert second not in rig.run("x", banned=frozenset([second]), max_tokens=8, ignore_eos=True).ids
