@@ -169,6 +169,14 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
+class ConvertLimits:
+    """Work of ``qwen35rt convert``."""
+
+    piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
+    max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
+
+
+@dataclass(frozen=True)
 class Environment:
     """The QWEN35RT_* variables, read once by ``environment()``."""
 
@@ -187,6 +195,7 @@ EVALUATION = EvaluationDefaults()
 TOOLS = ToolLimits()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
+CONVERT = ConvertLimits()
 
 _ANSWERING = SamplingRow(temperature=0.7, top_p=0.8)
 # Preset of a chat -> row for prompts that end inside reasoning, row for others. "off" has none.
