@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from quart import Quart
 
 from qwen35rt.server.app import create_app
-from qwen35rt.server.load import make_service
+from qwen35rt.server.loading import make_service
 from qwen35rt.server.settings import ServerSettings
 from tests.fixtures import write_script
 from tests.server.chat_server import HI, PATH, add_up, without_ids
