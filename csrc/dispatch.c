@@ -12,6 +12,9 @@
     X(dequantize, level)                                                                           \
     X(linear, level)                                                                               \
     X(norms, level)                                                                                \
+    X(quantize_iq4, level)                                                                         \
+    X(quantize_k, level)                                                                           \
+    X(quantize_simple, level)                                                                      \
     X(rows, level)
 #define DECLARE(file, level) void qrt_fill_##file##_##level(qrt_kernels *);
 #define CALL(file, level) qrt_fill_##file##_##level(&k);

@@ -6,7 +6,15 @@
 #include <stdint.h>
 #include "blocks.h"
 
-enum { QRT_OK = 0, QRT_NO_MEMORY = 1, QRT_NO_ISA = 2, QRT_BAD_ARGUMENT = 3, QRT_THREAD_FAILED = 4 };
+enum {
+    QRT_OK = 0,
+    QRT_NO_MEMORY = 1,
+    QRT_NO_ISA = 2,
+    QRT_BAD_ARGUMENT = 3,
+    QRT_THREAD_FAILED = 4,
+    QRT_BAD_VALUE = 5, // a value to quantise is NaN or infinite
+    QRT_BAD_SCALE = 6  // a block's scale does not fit its storage
+};
 
 typedef struct {
     const uint8_t *data; // in the mapped file: rows adjacent, experts expert_bytes apart
@@ -140,6 +148,10 @@ struct qrt_kernels {
     const char *isa;
     qrt_op_fn op[QRT_N_OPS];
     void (*dequantize[QRT_N_FORMATS])(const uint8_t *row, float *out, int64_t n);
+    // One row of n values, a whole number of blocks, to `row`; importance: NULL, or n weights of the
+    // squared error, finite and not negative. Returns a status. NULL: the format is only read.
+    int (*quantize[QRT_N_FORMATS])(const float *x, const float *importance, uint8_t *row,
+                                   int64_t n);
     double (*int8_peak)(void); // a loop of int8 products on registers; returns the operations (2
                                // per product) it did
 };
@@ -166,6 +178,13 @@ void qrt_pool_barrier(qrt_pool *);
 // run.c: one step. seconds: NULL, or [n_ops] to which the time of each op is added.
 int qrt_run(const qrt_kernels *, qrt_pool *, const qrt_op *ops, int n_ops, const qrt_batch *,
             const qrt_state *, double *seconds);
+
+// quantize.c: rows of `cols` values to rows of blocks, split over the pool. The first bad row's
+// status, and nothing promised about `out` then. importance: NULL, or [cols].
+int qrt_quantize(const qrt_kernels *, qrt_pool *, int format, const float *x,
+                 const float *importance, uint8_t *out, int64_t rows, int64_t cols);
+// Elements and bytes of a block of a format; false if there is no such format.
+bool qrt_block_size(int format, int64_t *elements, int64_t *bytes);
 
 // probe.c: GB/s read by all threads of the pool (negative: no memory), and 10^9 int8 operations per
 // second.

@@ -39,6 +39,7 @@ NATIVE_USERS = {
     "engine.sampler": "draws tokens",
     "cli.doctor": "reports the levels",
     "bench.command": "measures the machine's peaks",
+    "convert.rows": "quantises rows",
 }
 CUPY_USERS = {
     "backends.cuda": "opens the device",

@@ -21,6 +21,7 @@ static inline qf qf_fma(qf a, qf b, qf c) { return _mm256_fmadd_ps(a, b, c); }
 static inline qf qf_fnma(qf a, qf b, qf c) { return _mm256_fnmadd_ps(a, b, c); }
 static inline qf qf_max(qf a, qf b) { return _mm256_max_ps(a, b); }
 static inline qf qf_min(qf a, qf b) { return _mm256_min_ps(a, b); }
+static inline qf qf_above(qf a, qf b, qf v) { return _mm256_and_ps(_mm256_cmp_ps(a, b, 30), v); }
 static inline qf qf_abs(qf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 static inline float qf_hsum(qf a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

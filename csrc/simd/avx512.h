@@ -25,6 +25,9 @@ static inline qf qf_fma(qf a, qf b, qf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline qf qf_fnma(qf a, qf b, qf c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline qf qf_max(qf a, qf b) { return _mm512_max_ps(a, b); }
 static inline qf qf_min(qf a, qf b) { return _mm512_min_ps(a, b); }
+static inline qf qf_above(qf a, qf b, qf v) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, 30), v);
+}
 static inline qf qf_abs(qf a) { return _mm512_abs_ps(a); }
 static inline __m256 qf_upper(qf a) {
     return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));

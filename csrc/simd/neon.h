@@ -21,6 +21,9 @@ static inline qf qf_fma(qf a, qf b, qf c) { return vfmaq_f32(c, a, b); }
 static inline qf qf_fnma(qf a, qf b, qf c) { return vfmsq_f32(c, a, b); }
 static inline qf qf_max(qf a, qf b) { return vmaxq_f32(a, b); }
 static inline qf qf_min(qf a, qf b) { return vminq_f32(a, b); }
+static inline qf qf_above(qf a, qf b, qf v) {
+    return vreinterpretq_f32_u32(vandq_u32(vcgtq_f32(a, b), vreinterpretq_u32_f32(v)));
+}
 static inline qf qf_abs(qf a) { return vabsq_f32(a); }
 static inline float qf_hsum(qf a) { return vaddvq_f32(a); }
 static inline float qf_hmax(qf a) { return vmaxvq_f32(a); }

@@ -20,6 +20,7 @@ static inline qf qf_fma(qf a, qf b, qf c) { return a * b + c; }
 static inline qf qf_fnma(qf a, qf b, qf c) { return c - a * b; }
 static inline qf qf_max(qf a, qf b) { return a > b ? a : b; }
 static inline qf qf_min(qf a, qf b) { return a < b ? a : b; }
+static inline qf qf_above(qf a, qf b, qf v) { return a > b ? v : 0; } // v where a > b, else 0
 static inline qf qf_abs(qf a) { return fabsf(a); }
 static inline float qf_hsum(qf a) { return a; }
 static inline float qf_hmax(qf a) { return a; }

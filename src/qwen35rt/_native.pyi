@@ -20,6 +20,9 @@ def best_isa() -> str:
 def dequantize(isa: str, format: int, data: _Bytes, out: _Floats) -> None:
     """Expand a row; format is the index in formats.FORMATS order of csrc/blocks.h (float formats first)."""
 
+QUANTIZE_NOT_FINITE: int
+QUANTIZE_OUT_OF_RANGE: int
+
 class Pool:
     """A pool of ``threads`` threads, the calling one included."""
 
@@ -46,6 +49,21 @@ def run(
     seconds: npt.NDArray[np.float64] | None,
 ) -> int:
     """One step; returns a status of csrc/qrt.h (0: done)."""
+
+def quantize(
+    isa: str,
+    pool: Pool,
+    format: int,
+    source: npt.NDArray[np.float32],
+    importance: _Floats,
+    target: _Bytes,
+) -> int:
+    """Quantise rows [rows, cols] into ``target``, the rows' blocks one after another; the squared error is kept low.
+
+    ``format`` counts as in dequantize(). ``importance``: empty, or [cols] weights of the squared error, not negative.
+    Returns 0, QUANTIZE_NOT_FINITE (NaN or infinity in source), QUANTIZE_OUT_OF_RANGE (a scale exceeds float16) or 3
+    (importance negative or not finite). Raises ValueError for sizes that do not fit or a format that is only read.
+    """
 
 def probe_bandwidth(pool: Pool, mib: int) -> float:
     """GB/s at which all threads together read memory (fastest of many slices)."""

@@ -26,9 +26,11 @@ cdef extern from "qrt.h":
         const int32_t *save_rows
         const int32_t *save_slots
     ctypedef void (*dequantize_fn)(const uint8_t *, float *, int64_t) noexcept nogil
+    ctypedef int (*quantize_fn)(const float *, const float *, uint8_t *, int64_t) noexcept nogil
     ctypedef struct qrt_kernels:
         const char *isa
         dequantize_fn *dequantize
+        quantize_fn *quantize
     const char *const *qrt_isa_names
     int qrt_isa_usable(const char *) nogil
     const qrt_kernels *qrt_isa(const char *) nogil
@@ -36,6 +38,9 @@ cdef extern from "qrt.h":
     void qrt_pool_destroy(qrt_pool *) nogil
     int qrt_run(const qrt_kernels *, qrt_pool *, const qrt_op *, int, const qrt_batch *, const qrt_state *,
                 double *) nogil
+    int qrt_quantize(const qrt_kernels *, qrt_pool *, int, const float *, const float *, uint8_t *, int64_t,
+                     int64_t) nogil
+    bint qrt_block_size(int, int64_t *, int64_t *) nogil
     double qrt_probe_bandwidth(qrt_pool *, int64_t) nogil
     double qrt_probe_int8(const qrt_kernels *, qrt_pool *) nogil
 
@@ -74,6 +79,10 @@ def dequantize(str isa, int format, const uint8_t[::1] data, float[::1] out):
     if out.shape[0]:
         with nogil:
             k.dequantize[format](&data[0], &out[0], out.shape[0])
+
+
+QUANTIZE_NOT_FINITE = 5
+QUANTIZE_OUT_OF_RANGE = 6
 
 
 cdef class Pool:
@@ -129,6 +138,31 @@ def run(str isa, Pool pool, const uint8_t[::1] ops, const uint8_t[::1] state,
     batch.save_slots = _ints(save_slots)
     with nogil:
         status = qrt_run(k, pool.pool, <const qrt_op *>&ops[0], n_ops, &batch, <const qrt_state *>&state[0], times)
+    return status
+
+
+def quantize(str isa, Pool pool, int format, const float[:, ::1] source, const float[::1] importance,
+             uint8_t[::1] target):
+    cdef const qrt_kernels *k = _kernels(isa)
+    cdef int64_t rows = source.shape[0], cols = source.shape[1], elements = 0, size = 0
+    cdef const float *weights = NULL
+    cdef int status
+    if pool.pool == NULL:
+        raise ValueError("the thread pool is closed")
+    if not qrt_block_size(format, &elements, &size) or k.quantize[format] == NULL:
+        raise ValueError(f"format {format} cannot be written")
+    if cols % elements or target.shape[0] != rows * (cols // elements) * size:
+        raise ValueError(
+            f"{rows} x {cols} values do not fill {target.shape[0]} bytes in blocks of {elements} ({size} bytes)"
+        )
+    if importance.shape[0]:
+        if importance.shape[0] != cols:
+            raise ValueError(f"{importance.shape[0]} importance weights for {cols} columns")
+        weights = &importance[0]
+    if rows * cols == 0:
+        return 0
+    with nogil:
+        status = qrt_quantize(k, pool.pool, format, &source[0, 0], weights, &target[0], rows, cols)
     return status
 
 

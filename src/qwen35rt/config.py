@@ -86,13 +86,13 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row of the sampling values that are published for the model family."""
+    """One row of the values that are published for the model family: for general work in thinking."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    presence_penalty: float
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 20
     min_p: float = 0.0
+    presence_penalty: float = 1.5
     repetition_penalty: float = 1.0
 
 
@@ -166,7 +166,14 @@ class ServerLimits:
     request_id_chars: int = 128
     max_retry_after: int = 120  # seconds
     normal_shrink: int = 4  # bytes of a text are at most so many times those of its NFC form
-    kept_boundaries: int = 5  # of a chat prompt: states kept where messages begin, the first and the last ones
+
+
+@dataclass(frozen=True)
+class ConvertLimits:
+    """Work of ``qwen35rt convert``."""
+
+    piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
+    max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
 
 
 @dataclass(frozen=True)
@@ -188,14 +195,14 @@ EVALUATION = EvaluationDefaults()
 TOOLS = ToolLimits()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
+CONVERT = ConvertLimits()
 
-_THINKING = SamplingRow(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5)
-_ANSWERING = SamplingRow(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=1.5)
+_ANSWERING = SamplingRow(temperature=0.7, top_p=0.8)
 # Preset of a chat -> row for prompts that end inside reasoning, row for others. "off" has none.
 CHAT_SAMPLING: Mapping[str, tuple[SamplingRow, SamplingRow]] = {
-    "general": (_THINKING, _ANSWERING),
-    "precise": (SamplingRow(temperature=0.6, top_p=0.95, top_k=20, presence_penalty=0.0), _ANSWERING),
-    "reasoning": (_THINKING, SamplingRow(temperature=1.0, top_p=1.0, top_k=40, presence_penalty=2.0)),
+    "general": (SamplingRow(), _ANSWERING),
+    "precise": (SamplingRow(temperature=0.6, presence_penalty=0.0), _ANSWERING),
+    "reasoning": (SamplingRow(), SamplingRow(top_p=1.0, top_k=40, presence_penalty=2.0)),
 }
 
 SERVER = ServerDefaults()

@@ -27,7 +27,7 @@ Open = Callable[..., "ChatServer"]
 class ChatServer(Server):
     """Requests go to the chat route; ``messages`` may be left out."""
 
-    async def ask(self, path: str = PATH, **body: Any) -> Exchange:
+    async def ask(self, path: str = PATH, /, **body: Any) -> Exchange:
         return await self.post({"messages": [HI], **body}, path)
 
     async def both(self, **body: Any) -> dict[str, Any]:

@@ -146,6 +146,16 @@ def test_reasoning_format_none_keeps_tags_in_the_content() -> None:
     assert streamed(replace(CALLS, split=False), list("<thi"))[0]["content"] == "<thi"
 
 
+def test_what_follows_a_single_call_is_dropped() -> None:
+    form = replace(CALLS, one_call=True)
+    for text in (
+        f"Hi {CALL_F} {CALL_G} bye",
+        "Hi <tool_call><function=f>\n</function><function=g></function></tool_call>",
+    ):
+        for found in (whole(form, text), streamed(form, list(text)), streamed(form, [text])):
+            assert (found[0]["content"], len(found[0]["tool_calls"]), found[1]) == ("Hi", 1, "tool_calls")
+
+
 def test_content_is_null_only_beside_calls() -> None:
     assert whole(CALLS, CALL_F)[0]["content"] is None
     assert whole(CALLS, "")[0] == {"role": "assistant", "content": ""}

@@ -209,6 +209,7 @@ def test_b59_where_the_model_stands_follows_from_the_prompt() -> None:
     assert prompt(QUIET, HI, variables={"enable_thinking": True}).reasoning
     asked = {"role": "user", "content": "what does <think> mean?"}
     assert not prompt(QUIET, asked).reasoning, "a tag in a message is not the model's"
+    assert not prompt("{{ messages[0].content }}<|im_end|>", {"role": "user", "content": "<think>"}).reasoning
     bare = prompt("{{ messages[0].content }}<think>", HI)
     assert (bare.reasoning, bare.opening) == (True, True)
     assert (prompt(QWEN_RENDERER, HI).opening, off.opening) == (False, False)
@@ -241,9 +242,11 @@ def test_states_are_kept_where_messages_begin() -> None:
     start = TOKENIZER.vocab.index["<|im_start|>"]
     found = prompt(QWEN_RENDERER, system("A"), HI, SAID, HI)
     assert list(found.keep_at) == [i for i, token in enumerate(found.ids) if token == start and i > 0]
-    long = prompt(QWEN_RENDERER, *[HI, SAID] * 20, HI)
+    long = prompt(QWEN_RENDERER, system("A" * 50), *[HI, SAID] * 20, HI)
     starts = [i for i, token in enumerate(long.ids) if token == start and i > 0]
     assert list(long.keep_at) == [starts[0], *starts[-4:]]
+    short = prompt(QWEN_RENDERER, system("A"), *[HI, SAID] * 20, HI)
+    assert len(short.keep_at) == 4, "a short system prompt is computed again at once"
     assert prompt(PLAIN, HI).keep_at == ()
 
 

@@ -125,7 +125,7 @@ def test_a_switch_of_another_type() -> None:
 
 def test_markup_has_the_vocabularys_tags() -> None:
     index = TOKENIZER.vocab.index
-    prompt = ChatPrompt("", (), (), reasoning=True, opening=False)
+    prompt = ChatPrompt("", "", (), (), reasoning=True, opening=False)
     markup = markup_of(TOKENIZER, prompt, read_tools([F], None, False), 3, "Enough.")
     assert markup == Markup(
         reasoning=True,

@@ -18,6 +18,8 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a model over HTTP, as OpenAI's API",
     "info": "show a model file's metadata and tensors",
     "tokenize": "show the tokens of a text",
+    "convert": "make a GGUF file from a Hugging Face checkpoint",
+    "quantize": "make a model file smaller: other formats for its matrices",
     "bench": "measure speed, with the flags of llama-bench",
     "perplexity": "judge a model by the text that it predicts, or compare it with another",
     "imatrix": "measure what the inputs of a model's matrices are like, for quantising",

@@ -315,16 +315,17 @@ def _wrong_size(plan: TensorPlan, found: int) -> str:
 def _header_bytes(metadata: Mapping[str, Typed], tensors: Sequence[TensorPlan], alignment: int) -> int:
     """Bytes of keys and tensor entries, near enough to tell whether the disk holds them."""
 
-    def size(value: Any, kind: GGUFValueType | None) -> int:
+    def size(values: Sequence[Any], kind: GGUFValueType | None) -> int:
         if kind == GGUFValueType.STRING:
-            return 8 + len(value if isinstance(value, bytes) else str(value).encode())
-        return next((n for end, n in _SCALAR_BYTES.items() if kind is not None and kind.name.endswith(end)), 8)
+            return sum(8 + len(v if isinstance(v, bytes) else str(v).encode()) for v in values)
+        name = "" if kind is None else kind.name
+        return len(values) * next((n for end, n in _SCALAR_BYTES.items() if name.endswith(end)), 8)
 
     total = 24 + alignment
     for key, typed in metadata.items():
         values = typed.value if typed.kind == GGUFValueType.ARRAY else [typed.value]
         kind = typed.item if typed.kind == GGUFValueType.ARRAY else typed.kind
-        total += 24 + len(key.encode()) + sum(size(v, kind) for v in values)
+        total += 24 + len(key.encode()) + size(values, kind)
     return total + sum(24 + len(t.name.encode()) + 8 * len(t.shape) for t in tensors)
 
 

@@ -5,14 +5,14 @@ The message is the stream's events added up, so both say the same (B67).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..engine.result import Completion, Delta
 from .answer import Json, usage_of
 from .record import random_letters
-from .scan import CallArguments, CallStart, Content, Event, Form, Reasoning, Scanner, joined
+from .scan import CallArguments, CallEnd, CallStart, Content, Event, Form, Reasoning, Scanner, joined
 from .tags import END_THINK, THINK
 
 ReasoningField = Literal["both", "reasoning_content", "reasoning", "none"]
@@ -28,8 +28,9 @@ _REASONING_KEYS: dict[str, tuple[str, ...]] = {
 class AnswerForm:
     """How a choice is read and written. The first five are the Scanner's.
 
-    ``split`` False: reasoning stays in the content, tags included. ``reasoning_field``: under which names it is told;
-    with "none" it is left out. ``prompt_ids``: told in the answer where they are given.
+    ``one_call``: what follows the first call is dropped. ``split`` False: reasoning stays in the content, tags
+    included. ``reasoning_field``: under which names it is told; with "none" it is left out. ``prompt_ids``: told in the
+    answer where they are given.
     """
 
     reasoning: bool
@@ -37,6 +38,7 @@ class AnswerForm:
     tools: Sequence[dict[str, Any]] | None = None
     calls: bool = False
     form: Form = "xml"
+    one_call: bool = False
     split: bool = True
     reasoning_field: ReasoningField = "both"
     prompt_ids: tuple[int, ...] | None = None
@@ -50,6 +52,7 @@ class ChatWriter:
         self._keys = _REASONING_KEYS[form.reasoning_field]
         self._reader = _reader(form)
         self._calls = 0
+        self._complete = False  # nothing more is told
         self._ids: list[int] = []  # drawn, not sent yet
 
     def begin(self) -> list[Json]:
@@ -71,7 +74,8 @@ class ChatWriter:
         return self._chunk({}) | {"finish_reason": "error"}
 
     def whole(self, completion: Completion) -> Json:
-        message = joined([*self._reader.push(completion.text), *self._reader.finish(completion.finish_reason)])
+        events = [*self._reader.push(completion.text), *self._reader.finish(completion.finish_reason)]
+        message = joined(self._wanted(events))
         told: Json = {
             "role": "assistant",
             "content": None if message.calls and not message.content else message.content,
@@ -91,9 +95,16 @@ class ChatWriter:
         told = "tool_calls" if calls and reason == "stop" else reason
         return {"finish_reason": told, "stop_reason": completion.stop_reason}
 
+    def _wanted(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The engine ends a turn at the token of a closing tag; a model may also spell the tag, or leave it out."""
+        for event in events:
+            if not self._complete:
+                yield event
+                self._complete = self._form.one_call and isinstance(event, CallEnd)
+
     def _chunks(self, events: Iterable[Event]) -> list[Json]:
         deltas: list[Json] = []
-        for event in _merged(events):
+        for event in _merged(self._wanted(events)):
             match event:
                 case Reasoning(text) if self._keys:
                     deltas.append(dict.fromkeys(self._keys, text))
@@ -133,7 +144,7 @@ def _merged(events: Iterable[Event]) -> list[Event]:
             merged[-1] = Content(last.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
             merged[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
             merged[-1] = CallArguments(event.index, last.text + event.text)
         else:
             merged.append(event)

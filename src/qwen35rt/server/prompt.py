@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from ..config import SERVER_LIMITS, TEMPLATE
+from ..config import ENGINE, TEMPLATE
 from ..errors import RequestError, TemplateError
 from ..tokenizer import ChatTemplate, Tokenizer
 from ..tokenizer.guard import Guard, pick_breaker
@@ -25,9 +25,10 @@ RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "self", "loo
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """``text``: what is tokenised. ``keep_at``: positions in ``ids`` where messages begin. ``reasoning``: the prompt
-    ends inside an open ``<think>``; ``opening``: right behind that tag."""
+    """``source``: of the template. ``text``: what is tokenised. ``keep_at``: positions in ``ids`` where messages begin.
+    ``reasoning``: the prompt ends inside an open ``<think>``; ``opening``: right behind that tag."""
 
+    source: str
     text: str
     ids: tuple[int, ...]
     keep_at: tuple[int, ...]
@@ -104,6 +105,7 @@ class _Rendering:
         opened = tail.rfind(THINK)
         reasoning = opened >= 0 and opened > tail.rfind(END_THINK)
         return ChatPrompt(
+            source=self._renderer.template.source,
             text=plain,
             ids=tuple(ids),
             keep_at=_boundaries(ids, last),
@@ -155,12 +157,11 @@ class _Rendering:
 
 
 def _boundaries(ids: list[int], token: int | None) -> tuple[int, ...]:
-    """Where the control token stands that the last turn begins with: of the first turns and of the last ones."""
-    if token is None:
-        return ()
+    """Where the control token stands that the last turn begins with: behind a system prompt that is worth it, and
+    behind the last messages."""
     found = [i for i, other in enumerate(ids) if other == token and i > 0]
-    most = SERVER_LIMITS.kept_boundaries
-    return tuple(found if len(found) <= most else [found[0], *found[-(most - 1) :]])
+    last = found[-ENGINE.keep_messages :]
+    return tuple(([i for i in found[:1] if i not in last and i >= ENGINE.keep_least]) + last)
 
 
 def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

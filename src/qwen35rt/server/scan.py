@@ -44,20 +44,8 @@ from qwen35rt.server.tags import (
 )
 from qwen35rt.server.values import ToolTypes
 
-__all__ = [
-    "Call",
-    "CallArguments",
-    "CallEnd",
-    "CallStart",
-    "Content",
-    "Event",
-    "Form",
-    "Message",
-    "Reasoning",
-    "Scanner",
-    "call_form",
-    "joined",
-]
+__all__ = ["Call", "CallArguments", "CallEnd", "CallStart", "Content", "Event", "Form", "Message", "Reasoning"]
+__all__ += ["Scanner", "call_form", "joined"]
 
 Form = Literal["xml", "json"]
 
@@ -106,6 +94,7 @@ class Scanner:
         self._tags: tuple[str, ...] = _IN_CONTENT  # tags that mean something in content
         self._raw: list[str] = []  # what was read of a call that is not certain yet
         self._writer = CallWriter(self._types, "", 0)
+        self._crlf = False  # how the last line break that was markup was written
         self._begun = False  # some of the current value was read
         self._object = ObjectEnd()
 
@@ -120,19 +109,18 @@ class Scanner:
         self._final = True
         rest, self._held = self._held, ""
         if reason != "stop" and self._state in (Scanner._parameters, Scanner._value):
-            out: list[Event] = []
-            self._out = out
+            self._out = []
             if self._state is Scanner._value:
                 self._take(rest)
-                self._writer.cut_value(out)
+                self._writer.cut_value(self._out)
             else:
                 self._start()
-                self._writer.cut(rest[len(PARAMETER) :] if rest.startswith(PARAMETER) else "", out)
+                self._writer.cut(rest[len(PARAMETER) :] if rest.startswith(PARAMETER) else "", self._out)
         else:
-            out = self._run(rest)
+            self._run(rest)
             self._close(reason == "stop")
         self._state = Scanner._done
-        return out
+        return self._out
 
     def _close(self, whole: bool) -> None:
         """Ends the state that the text ended in."""
@@ -153,7 +141,8 @@ class Scanner:
             self._emit(Content, "")
 
     def _run(self, buf: str) -> list[Event]:
-        self._out = out = []
+        out: list[Event] = []
+        self._out = out
         at, end = 0, len(buf)
         while at < end:
             if self._skip:
@@ -161,6 +150,7 @@ class Scanner:
                 if not step and buf[at] == "\r" and at + 1 == end and not self._final:
                     break
                 self._skip = self._skip - 1 if step else 0
+                self._crlf = step == 2
                 at += step
                 continue
             state = self._state
@@ -172,7 +162,7 @@ class Scanner:
         return out
 
     def _done(self, buf: str, at: int) -> int:
-        return len(buf)
+        return len(buf)  # nothing is read behind the end
 
     # ------------------------------------------------------------------------------------------ reasoning, content
 
@@ -305,8 +295,10 @@ class Scanner:
                 tag = None
             elif tag == PARAMETER:
                 self._start()
+                self._blanks.clear()
                 self._writer.open(name, self._out)
-                self._state, self._skip, self._begun = Scanner._value, 1, False
+                self._state, self._skip = Scanner._value, 1
+                self._begun = self._crlf = False
                 return behind
         if tag is None and self._writer.started:
             self._state = Scanner._junk
@@ -323,15 +315,13 @@ class Scanner:
         end, tag = find_tag(buf, at, _IN_FUNCTION, self._final)
         self._say(buf[at:end])
         if tag:
-            self._blanks.clear()
             self._state = Scanner._parameters
         return end
 
     def _between(self, buf: str, at: int) -> int:
         """Behind a function: another one of the same call, or on with content."""
         end = blanks_end(buf, at)
-        if end > at:
-            self._blanks.append(buf[at:end])
+        self._blanks.append(buf[at:end])
         if end == len(buf):
             return end
         name, behind = named_tag_at(buf, end, FUNCTION, self._final)
@@ -345,11 +335,14 @@ class Scanner:
     # ------------------------------------------------------------------------------------------ values
 
     def _value(self, buf: str, at: int) -> int:
-        """A parameter's text, up to its closing tag or one that shows it missing."""
+        """A parameter's text, up to its closing tag or one that shows it missing.
+
+        Templates write LF around a value: a CR before the last one is the value's, unless it began with CRLF.
+        """
         scan = at
         while True:
             found, tag = find_tag(buf, scan, _IN_VALUE, self._final)
-            end = break_before(buf, at, found)  # a line break waits too: before a closing tag it is markup
+            end = break_before(buf, at, found, self._crlf)  # a line break waits too: before a closing tag it is markup
             if not tag:
                 break
             at_line = end < found or (found == at and not self._begun)

@@ -17,10 +17,10 @@ BLANKS = " \t\r\n"
 MORE, NONE = -1, -2  # in place of a position: undecided until more text comes; no
 
 
-def break_before(buf: str, low: int, at: int) -> int:
-    """Start of the line break that ends at ``at``; ``at`` where there is none at or behind ``low``."""
+def break_before(buf: str, low: int, at: int, crlf: bool = True) -> int:
+    """Start of the line break (``crlf``: with its CR) that ends at ``at``; ``at`` if none starts from ``low`` on."""
     if at > low and buf[at - 1] == "\n":
-        return at - 2 if at - 2 >= low and buf[at - 2] == "\r" else at - 1
+        return at - 2 if crlf and at - 2 >= low and buf[at - 2] == "\r" else at - 1
     return at
 
 
@@ -45,13 +45,19 @@ def tag_at(buf: str, at: int, tags: tuple[str, ...], final: bool) -> str | None:
 
 def find_tag(buf: str, at: int, tags: tuple[str, ...], final: bool) -> tuple[int, str]:
     """Where the next tag stands, or what can become one (with ""); the end of the text if neither."""
-    at = buf.find("<", at)
-    while at >= 0:
-        tag = tag_at(buf, at, tags, final)
-        if tag is not None:
-            return at, tag
-        at = buf.find("<", at + 1)
-    return len(buf), ""
+    if len(tags) == 1:
+        found = buf.find(tags[0], at)
+        if found >= 0:
+            return found, tags[0]
+    else:
+        found = buf.find("<", at)
+        while found >= 0:
+            if buf.startswith(tags, found):
+                return found, next(tag for tag in tags if buf.startswith(tag, found))
+            found = buf.find("<", found + 1)
+    # A tag has one "<", so that only the last one of the text can be the start of a tag to come.
+    last = -1 if final else buf.rfind("<", max(at, len(buf) - LONGEST))
+    return (last if last >= 0 and tag_at(buf, last, tags, final) == "" else len(buf)), ""
 
 
 def tag_name(buf: str, at: int, final: bool) -> tuple[str, int]:
