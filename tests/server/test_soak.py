@@ -23,7 +23,7 @@ from tests.server.live import Live, eventually, live
 pytestmark = pytest.mark.timeout(1800)
 
 
-def sizes(short: int, long: int) -> Any:
+def sizes(short: int, long: int) -> pytest.MarkDecorator:
     """A test with a short form and a long one."""
     return pytest.mark.parametrize("n", [short, pytest.param(long, marks=pytest.mark.long)])
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
 
     @app.before_request
     async def check() -> Response | None:
+        record_of().task = asyncio.current_task()
         rule = request.url_rule
         return _check(service, recorder, table.get(rule.endpoint) if rule is not None else None)
 
