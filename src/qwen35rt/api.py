@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .backends.base import Batch, Float, KvType
+from .backends.base import Batch, Float, Int, KvType
 from .config import ENGINE
 from .engine.core import Core, Event
 from .engine.result import Completion, Delta
@@ -57,6 +57,9 @@ def load(
     return Model(open_parts(path, device, threads, isa, n_ctx, progress), rows, kv_dtype)
 
 
+_Loan = tuple[ExitStack, int, Int]  # a slot and pages of the core that no turn has, and what gives them back
+
+
 class Model:
     """An open model that runs one sequence at a time. Calls from several threads wait for each other; streams that are
     read in turns share it, each going on where it was.
@@ -81,8 +84,8 @@ class Model:
         self._executable = choice.backend.compile(source.program, limits)
         self._workspace = make_workspace(self.n_vocab)
         self._core = self._new_core()
+        self._loan: _Loan | None = None
         self._lock = threading.RLock()
-        self._user: object = None  # the turn or the call that last ran a step
         self._closed = False
 
     @property
@@ -128,24 +131,40 @@ class Model:
         return self._logits_slices(ids, first)
 
     def _logits_slices(self, ids: list[int], first: int) -> Iterator[Float]:
-        limits, me = self._executable.limits, object()
-        with ExitStack() as stack:
-            with self._lock:
-                self._check_open()
-                self._user = me
-                slot, pages = stack.enter_context(self._core.lend(len(ids)))
-            at = 0
+        limits = self._executable.limits
+        loan: _Loan | None = None
+        at = 0
+        try:
             while at < len(ids):
                 with self._lock:
                     self._check_open()
-                    if self._user is not me:
+                    if loan is None:
+                        loan = self._borrow(len(ids))
+                    elif loan is not self._loan:
                         raise RequestError("the logits cannot go on: another call has begun on the same model")
                     n = min(limits.rows, first - at) if at < first else min(limits.out_rows, len(ids) - at)
-                    wanted = range(n) if at >= first else ()
-                    logits, _ = self._executable.run(Batch.single(ids[at : at + n], at, pages, slot, wanted))
+                    rows = range(n) if at >= first else ()
+                    logits, _ = self._executable.run(Batch.single(ids[at : at + n], at, loan[2], loan[1], rows))
                 if at >= first:
                     yield logits
                 at += n
+        finally:
+            with self._lock:
+                if loan is self._loan:
+                    self._give_back()
+
+    def _borrow(self, tokens: int) -> _Loan:
+        """A slot and pages outside of any turn, until the next call on the model."""
+        self._give_back()
+        stack = ExitStack()
+        slot, pages = stack.enter_context(self._core.lend(tokens))
+        self._loan = (stack, slot, pages)
+        return self._loan
+
+    def _give_back(self) -> None:
+        if self._loan is not None:
+            self._loan[0].close()
+            self._loan = None
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
         """Continue a text or token ids; see ``stream`` for the options. No chat template is applied."""
@@ -259,8 +278,8 @@ class Model:
 
     def _step(self, turn: Turn) -> list[Event]:
         """One step for a turn; -> what happened to it. Others are paused meanwhile, as they are between their steps."""
+        self._give_back()
         core = self._core
-        self._user = turn
         if not turn.begun and turn not in core.waiting:
             core.add(turn)
         turn.paused = False

@@ -62,6 +62,15 @@ class TokenizerLimits:
 
 
 @dataclass(frozen=True)
+class ToolLimits:
+    """How far a tool's schema is followed and how long the names in a call may be."""
+
+    schema_depth: int = 32  # of references and alternatives that lead to a parameter's type
+    name_chars: int = 256  # of a function or parameter in a tag; a longer one is no tag
+    tag_gap: int = 16  # blanks between two closing tags that end a value without its own
+
+
+@dataclass(frozen=True)
 class SamplingDefaults:
     """Values of sampling fields where neither request, server flag nor model file gives one."""
 
@@ -73,6 +82,18 @@ class SamplingDefaults:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     repeat_last_n: int = 64
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One row of the values that are published for the model family: for general work in thinking."""
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 20
+    min_p: float = 0.0
+    presence_penalty: float = 1.5
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,14 +125,6 @@ class EvaluationDefaults:
 
 
 @dataclass(frozen=True)
-class ConvertLimits:
-    """Work of ``qwen35rt convert``."""
-
-    piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
-    max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
-
-
-@dataclass(frozen=True)
 class ServerDefaults:
     """Settings of the HTTP server where neither flag, environment nor config file gives one. Times in seconds."""
 
@@ -125,6 +138,12 @@ class ServerDefaults:
     body_timeout: float = 60.0
     keep_alive: float = 5.0  # idle connections and slow headers
     shutdown_timeout: float = 30.0
+    backlog: int = 2_048  # connections that wait to be accepted
+    keep_alive_requests: int = 10_000  # of one connection
+    tls_handshake: float = 10.0
+    end_timeout: float = 0.8  # streams that are ended at a shutdown may write their last chunk for so long
+    exit_timeout: float = 3.0  # then the process ends, whatever still runs
+    cache_share: int = 4  # kept states and pages take at most free memory divided by this
     short_body: int = 64 << 10  # bytes; longer bodies are worked on in a thread of their own
 
 
@@ -150,6 +169,14 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
+class ConvertLimits:
+    """Work of ``qwen35rt convert``."""
+
+    piece_bytes: int = 16 << 20  # of float32 that a tensor is read and written in
+    max_json_bytes: int = 256 << 20  # of a JSON file of a checkpoint, and of the header of a shard
+
+
+@dataclass(frozen=True)
 class Environment:
     """The QWEN35RT_* variables, read once by ``environment()``."""
 
@@ -165,9 +192,19 @@ ENGINE = EngineDefaults()
 TEMPLATE = TemplateLimits()
 TOKENIZER = TokenizerLimits()
 EVALUATION = EvaluationDefaults()
+TOOLS = ToolLimits()
 SAMPLING = SamplingDefaults()
 SAMPLING_LIMITS = SamplingLimits()
 CONVERT = ConvertLimits()
+
+_ANSWERING = SamplingRow(temperature=0.7, top_p=0.8)
+# Preset of a chat -> row for prompts that end inside reasoning, row for others. "off" has none.
+CHAT_SAMPLING: Mapping[str, tuple[SamplingRow, SamplingRow]] = {
+    "general": (SamplingRow(), _ANSWERING),
+    "precise": (SamplingRow(temperature=0.6, presence_penalty=0.0), _ANSWERING),
+    "reasoning": (SamplingRow(), SamplingRow(top_p=1.0, top_k=40, presence_penalty=2.0)),
+}
+
 SERVER = ServerDefaults()
 SERVER_LIMITS = ServerLimits()
 

@@ -15,6 +15,7 @@ from .parser import Parser, nearest
 COMMANDS: dict[str, str] = {
     "run": "answer a prompt, or continue a text with --raw",
     "chat": "talk with a model in the terminal",
+    "serve": "serve a model over HTTP, as OpenAI's API",
     "info": "show a model file's metadata and tensors",
     "tokenize": "show the tokens of a text",
     "convert": "make a GGUF file from a Hugging Face checkpoint",

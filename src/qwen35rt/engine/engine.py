@@ -50,6 +50,7 @@ class RunningTurn:
     prompt_done: int
     generated: int
     paused: bool
+    cached: int = 0  # of the prompt, taken from kept states
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Engine:
             if turn in tickets:
                 done = turn.cached + turn.prompt_computed
                 name = tickets[turn].request_id
-                turns.append(RunningTurn(name, len(turn.plan.ids), done, turn.generated, turn.paused))
+                turns.append(RunningTurn(name, len(turn.plan.ids), done, turn.generated, turn.paused, turn.cached))
         return replace(
             base,
             running=tuple(turns),

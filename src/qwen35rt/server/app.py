@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from typing import Any, cast
 
 from quart import Quart, Response, request
 
-from ..config import SERVER
-from . import completions, health
+from . import chat_routes, completions, health, models, state, text
 from .answer import Json
 from .errors import NotBuiltYet, describe
+from .incoming import note_ignored, read_request, record_of
 from .record import KEY, Record, Recorder
+from .routes import STAGE_2, STAGE_3
 from .service import Service
 from .stream import json_response
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Service, Record], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]  # of the service, the request's record and the arguments of the path
 
 
 @dataclass(frozen=True)
@@ -39,70 +41,31 @@ class Route:
 
 async def post_completions(service: Service, record: Record) -> Response:
     """POST /v1/completions."""
-    raw = cast(bytes, await request.get_data())
-    parse = partial(completions.parse, raw, service.settings)
-    body = await service.off_loop(parse, len(raw)) if len(raw) > SERVER.short_body else parse()
+    body = await read_request(service, completions.parse)
     note_ignored(record, body.ignored)
     model = service.check_model(body.value.model, record)
-    build = partial(completions.build, body, model, service.settings, record)
-    return await service.run(record, model, build, len(raw))
-
-
-def note_ignored(record: Record, names: tuple[str, ...]) -> None:
-    """Tell the client and the log which fields had no effect (C8)."""
-    if names:
-        record.headers["x-ignored-fields"] = ", ".join(names)
-        log.info("request %s: fields without effect: %s", record.id, ", ".join(names))
+    return await service.run(record, model, partial(completions.build, body, model, service.settings, record))
 
 
 GET, POST = ("GET",), ("POST",)
 ROUTES: tuple[Route, ...] = (
     Route("/v1/completions", POST, post_completions),
+    Route("/v1/chat/completions", POST, chat_routes.post_chat_completions),
+    Route("/v1/chat/completions/input_tokens", POST, chat_routes.post_input_tokens),
+    Route("/apply-template", POST, chat_routes.post_apply_template),
     *(Route(path, GET, health.health, key=False, open=True) for path in ("/health", "/healthz", "/v1/health", "/ping")),
     Route("/livez", GET, health.livez, key=False, open=True),
     Route("/readyz", GET, health.health, key=False, open=True),
     Route("/metrics", GET, health.metrics),
-    Route("/version", GET, health.version),
-    # Later stages, by name.
-    *(
-        Route(path, POST)
-        for path in (
-            "/v1/chat/completions",
-            "/v1/chat/completions/input_tokens",
-            "/tokenize",
-            "/detokenize",
-            "/apply-template",
-            "/slots/<id>",
-            "/v1/responses",
-            "/v1/responses/input_tokens",
-            "/v1/messages",
-            "/v1/messages/count_tokens",
-            "/api/generate",
-            "/api/chat",
-            "/api/show",
-            "/api/embed",
-            "/v1/embeddings",
-            "/infill",
-            "/models/load",
-        )
-    ),
-    *(
-        Route(path, GET)
-        for path in (
-            "/v1/models",
-            "/v1/models/<path:id>",
-            "/props",
-            "/slots",
-            "/load",
-            "/openapi.json",
-            "/docs",
-            "/api/tags",
-            "/api/ps",
-            "/api/version",
-            "/lora-adapters",
-            "/",
-        )
-    ),
+    Route("/v1/models", GET, models.list_models),
+    Route("/v1/models/<path:id>", GET, models.get_model),
+    Route("/tokenize", POST, text.tokenize),
+    Route("/detokenize", POST, text.detokenize),
+    Route("/props", GET, state.props),
+    Route("/slots", GET, state.slots),
+    Route("/version", GET, state.version),
+    Route("/load", GET, state.load),
+    *(Route(path, (method,)) for method, path in STAGE_2 + STAGE_3),
 )
 
 
@@ -135,6 +98,7 @@ def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
 
     @app.before_request
     async def check() -> Response | None:
+        record_of().task = asyncio.current_task()
         rule = request.url_rule
         return _check(service, recorder, table.get(rule.endpoint) if rule is not None else None)
 
@@ -154,7 +118,7 @@ def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
 
 
 async def _serve(service: Service, route: Route, **arguments: Any) -> Response:
-    record = health.record_of()
+    record = record_of()
     if route.handler is None:
         raise NotBuiltYet(f"{route.path} is not part of this release")
     return await route.handler(service, record, **arguments)
@@ -162,7 +126,7 @@ async def _serve(service: Service, route: Route, **arguments: Any) -> Response:
 
 def _check(service: Service, recorder: Recorder, route: Route | None) -> Response | None:
     """Everything that can be refused before the body is read, in the order of C4."""
-    guard, record = service.guard, health.record_of()
+    guard, record = service.guard, record_of()
     guard.check_headers(request.scope["headers"])
     if route is not None:
         record.endpoint = route.path

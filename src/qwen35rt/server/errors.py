@@ -108,6 +108,10 @@ class RequestTimedOut(RequestError):
     """The request took longer than --request-timeout."""
 
 
+class NoSlotFree(QueueFull):
+    """All slots have work (GET /slots?fail_on_no_slot=1)."""
+
+
 class NoModel(Qwen35Error):
     """There is no model."""
 
@@ -157,6 +161,7 @@ TABLE: Mapping[type[BaseException], Row] = {
     BackendError: _RESTARTING,
     EngineRestarting: _RESTARTING,
     QueueFull: Row(503, "overloaded_error", "queue_full", "the queue is full"),
+    NoSlotFree: Row(503, "overloaded_error", "queue_full", "no slot is free"),
     OutOfMemory: Row(503, "overloaded_error", "out_of_memory", "memory for this request could not be had"),
     RequestTimedOut: Row(504, "timeout_error", "request_timeout"),
     Exception: _INTERNAL,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 from quart import Response, request
 
@@ -12,7 +11,7 @@ from ..errors import EngineRestarting, Qwen35Error
 from .answer import Json
 from .errors import describe
 from .metrics import CONTENT_TYPE
-from .record import KEY, Record
+from .record import Record
 from .service import Service
 from .stream import json_response
 
@@ -37,6 +36,7 @@ async def health(service: Service, record: Record) -> Response:
         headers = told.headers
     if service.guard.has_key(request.headers):
         answer |= {"version": __version__, "uptime_s": round(time.monotonic() - service.started, 1)}
+        answer["progress"] = round(service.progress, 3)
         if state in ("ready", "degraded"):
             facts = service.model.facts
             answer |= {"device": facts.device, "reason": facts.reason, "model": facts.id}
@@ -51,21 +51,9 @@ async def metrics(service: Service, record: Record) -> Response:
     return Response(service.metrics.text(), content_type=CONTENT_TYPE)
 
 
-async def version(service: Service, record: Record) -> Response:
-    """The package's version."""
-    return json_response({"version": __version__})
-
-
 def _reason(service: Service) -> Exception:
     try:
         service.check_ready()
     except Qwen35Error as e:
         return e
     return EngineRestarting("the engine is being restarted")
-
-
-def record_of() -> Record:
-    """The record of the request that is being handled."""
-    found = cast(dict[str, object], request.scope)[KEY]
-    assert isinstance(found, Record)
-    return found

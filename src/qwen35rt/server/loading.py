@@ -1,93 +1,183 @@
-"""Makes a served model from the settings: file, tokeniser, engine on its device, facts. Runs in the loading thread."""
+"""Makes a served model from the settings: file, device, sizes of pools and cache, engine, a first step, facts.
+
+Runs in the loading thread. The only part of the server that knows how an engine is built.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
+from ..config import ENGINE, SERVER
 from ..engine.engine import Engine, EngineSettings
+from ..engine.result import Completion, Delta
+from ..engine.sampler import SamplingParams
 from ..engine.sizes import pool_limits
-from ..errors import BackendUnavailable
-from ..model.gguf_file import GgufFile
+from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error
+from ..machine import memory_bytes
 from ..model.source import recipe
 from ..parts import Parts, open_parts
+from ..plan import make_plan
+from ..tokenizer import ChatTemplate, read_chat_template
 from .model import Loaded, ModelFacts
+from .service import Service
 from .settings import ServerSettings
 
-_HASHED_BYTES = 1 << 20  # at either end of a file: enough to tell models apart, and read at once
+log = logging.getLogger(__name__)
+
+Path_ = str | os.PathLike[str] | None
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_HASHED_BYTES = 1 << 20  # metadata and the first tensors; all of a large file would take minutes
 
 
-def open_model(settings: ServerSettings) -> Loaded:
-    """Open the model and wait until its engine runs. Raises ModelFileError, BackendError, ConfigError."""
-    parts = open_parts(settings.model, settings.device, settings.threads, settings.isa, settings.ctx_size)
-    program, free = parts.source.program, psutil.virtual_memory().available
-    cache_bytes = free // 4 if settings.cache_ram is None else settings.cache_ram << 20
+def make_service(settings: ServerSettings, path: Path_ | Callable[[], Path_]) -> Service:
+    """A service that will load ``path`` (None: the example model); a callable is asked for it first."""
+
+    def report(stage: str, done: int, total: int) -> None:
+        service.progress = done / total if total else 0.0
+
+    def load() -> Loaded:
+        return open_model(settings, path() if callable(path) else path, report)
+
+    service = Service(settings, load)
+    return service
+
+
+def open_model(
+    settings: ServerSettings, path: Path_ = None, report: Callable[[str, int, int], None] | None = None
+) -> Loaded:
+    """Read ``path`` (None: the one of the settings), start the engine and run a step: nothing is left for the first
+    request (C6).
+
+    ``report``: called with a stage, done and total. Raises ModelFileError, BackendError and ConfigError.
+    """
+    asked = 0 if settings.ctx_size is None else settings.ctx_size
+    parts = open_parts(
+        settings.model if path is None else path, settings.device, settings.threads, settings.isa, asked, report
+    )
+    source, choice, tokenizer = parts.source, parts.choice, parts.tokenizer
+    program, parallel = source.program, settings.parallel
+    free = max(0, memory_bytes()[1] - source.tensor_bytes)
+    if settings.cache_ram is None:
+        cache_bytes = free // SERVER.cache_share
+    else:
+        cache_bytes = settings.cache_ram << 20
+    n_ctx = _context(settings, parts, free // 2)
     limits = pool_limits(
         program,
-        parts.n_ctx,
+        n_ctx,
         settings.batch_size,
-        settings.parallel,
+        parallel,
         cache_bytes,
         settings.kv_dtype,
-        memory_bytes=free - free // 8,
+        free // 2 + cache_bytes,
     )
+    template = _template(settings, parts)
     engine = Engine(
-        lambda: parts.choice.backend.compile(program, limits),
-        parts.tokenizer,
-        EngineSettings(parallel=settings.parallel, queue=settings.queue_places, cache_bytes=cache_bytes),
+        lambda: choice.backend.compile(program, limits),
+        tokenizer,
+        EngineSettings(parallel=parallel, queue=settings.queue_places, cache_bytes=cache_bytes),
     )
-    parts.tokenizer.warm()
     engine.start()
-    if not engine.wait_ready():
-        engine.stop()
-        parts.source.file.close()
-        raise BackendUnavailable(engine.reason or "the engine did not start")
 
     def close() -> None:
         engine.stop()
-        parts.source.file.close()
+        source.file.close()
 
-    return Loaded(facts_of(parts, settings), parts.tokenizer, engine, parts.template, close)
+    if not engine.wait_ready():
+        reason = engine.reason
+        close()
+        raise BackendError(f"{source.path}: the engine did not start: {reason}")
+    tokenizer.warm()
+    try:
+        _first_step(engine, n_ctx, tokenizer.n_vocab)
+    except BaseException:
+        close()
+        raise
+    log.info("%s", choice.description)
+    facts = _facts(settings, parts, n_ctx)
+    return Loaded(facts, tokenizer, engine, template, close)
 
 
-def facts_of(parts: Parts, settings: ServerSettings) -> ModelFacts:
-    """What reports and answers say of a model."""
+def _context(settings: ServerSettings, parts: Parts, room: int) -> int:
+    """The model's own context or --ctx-size, and no more than a request can have in ``room`` bytes (C19)."""
+    state = parts.source.program.state
+    page = state.page_bytes(ENGINE.page_tokens, 2 if settings.kv_dtype == "f16" else 4)
+    if not page:
+        return parts.n_ctx
+    most = (room - settings.parallel * state.state_bytes()) // page * ENGINE.page_tokens
+    if most >= parts.n_ctx:
+        return parts.n_ctx
+    if most < ENGINE.page_tokens:
+        raise OutOfMemory(f"{room >> 20} MiB are free for sequences; {settings.parallel} of them need more")
+    log.warning("the context is %d tokens: memory for %d is not free", most, parts.n_ctx)
+    return int(most)
+
+
+def _template(settings: ServerSettings, parts: Parts) -> ChatTemplate | None:
+    """The chat template of the flags, else the file's."""
+    text, name = settings.chat_template, settings.chat_template_file
+    if text is not None and name is not None:
+        raise ConfigError("--chat-template and --chat-template-file name two templates; give one")
+    if name is not None:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--chat-template-file {name}: {e}") from None
+    if text is None:
+        return parts.template
+    return read_chat_template({"tokenizer.chat_template": text}, parts.tokenizer.vocab)
+
+
+def _first_step(engine: Engine, n_ctx: int, n_vocab: int) -> None:
+    """One token, whose error is the server's: a device that fails does so now. It leaves no trace in the counters."""
+    ended = threading.Event()
+    events: list[Delta | Completion | Qwen35Error] = []
+
+    def sink(index: int, event: Delta | Completion | Qwen35Error) -> None:
+        events.append(event)
+        if not isinstance(event, Delta):
+            ended.set()
+
+    plan = make_plan([0], SamplingParams(seed=0), n_ctx, n_vocab, max_tokens=1, cache=False)
+    engine.submit(plan, sink, request_id="first-step")
+    ended.wait()
+    if isinstance(events[-1], Qwen35Error):
+        raise BackendError(f"the first step of the model failed: {events[-1]}")
+    for f in dataclasses.fields(engine.counters):
+        setattr(engine.counters, f.name, 0)
+
+
+def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
     source, choice = parts.source, parts.choice
-    names = settings.alias or (source.path.name.removesuffix(".gguf"),)
+    names = settings.alias or (_PART.sub("", source.path.stem),)
+    with source.path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_HASHED_BYTES))
+        stat = os.fstat(file.fileno())
+    digest.update(stat.st_size.to_bytes(8, "little"))
     return ModelFacts(
         id=names[0],
         aliases=names[1:],
-        n_ctx=parts.n_ctx,
+        n_ctx=n_ctx,
         n_vocab=parts.tokenizer.n_vocab,
         device=choice.backend.name,
-        file_name=source.path.name,
-        hash=_digest(source.path),
         reason=choice.reason,
         isa=choice.isa or "",
-        quant=recipe(source.file),
         threads=choice.threads,
+        file_name=source.path.name,
+        hash=digest.hexdigest(),
+        quant=recipe(source.file),
         vocab_type=parts.tokenizer.vocab.model,
         n_ctx_train=source.hparams.n_ctx_train,
         n_embd=source.hparams.n_embd,
         n_params=source.params,
-        size=_bytes(source.file),
-        created=int(source.path.stat().st_mtime),
+        size=source.tensor_bytes,
+        created=int(stat.st_mtime),
         metadata=source.file.metadata,
     )
-
-
-def _bytes(file: GgufFile) -> int:
-    return sum(t.nbytes for t in file.tensors.values())
-
-
-def _digest(path: Path) -> str:
-    """Tells one file from another; not proof against somebody who wants two to look alike."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_HASHED_BYTES))
-        file.seek(max(0, size - _HASHED_BYTES))
-        digest.update(file.read(_HASHED_BYTES))
-    return digest.hexdigest()

@@ -11,6 +11,7 @@ from .. import __version__
 from ..config import SERVER_LIMITS
 from ..tokenizer import ChatTemplate, Tokenizer
 from ..tokenizer.vocab import NORMAL
+from .prompt import ChatRenderer
 from .turns import Engine
 
 
@@ -57,6 +58,11 @@ class Loaded:
     engine: Engine
     template: ChatTemplate | None = None
     close: Callable[[], None] = lambda: None
+
+    @cached_property
+    def chat(self) -> ChatRenderer | None:
+        """Makes chat prompts; None where the model has no template."""
+        return None if self.template is None else ChatRenderer(self.template, self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:

@@ -5,6 +5,7 @@ Stands around the whole application, so that refusals, answers and clients that 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import string
@@ -25,6 +26,7 @@ Outcome = Literal["success", "failure", "cancelled"]
 
 KEY = "qwen35rt.record"  # where the ASGI scope holds it
 _LETTERS = string.ascii_letters + string.digits
+_CANCEL_SECONDS = 0.1
 _LEFT = 499  # status of a request whose client is gone
 
 
@@ -35,8 +37,9 @@ def random_letters(n: int = 24) -> str:
 
 class Record:
     """``arrived``: time.perf_counter() at the arrival of the head. ``endpoint``: the route's pattern, never the path.
-    ``headers``: added to the answer, whatever it is. ``outcome`` and ``status`` say how it ended; a stream that fails
-    after its status line sets the status that it would have had. ``quiet``: not worth a line in the log."""
+    ``body_bytes``: of its body, once that was read. ``headers``: added to the answer, whatever it is. ``outcome`` and
+    ``status`` say how it ended; a stream that fails after its status line sets the status that it would have had.
+    ``quiet``: not worth a line in the log."""
 
     def __init__(self, scope: Message) -> None:
         self.arrived = time.perf_counter()
@@ -45,12 +48,14 @@ class Record:
         client = scope.get("client")
         self.client = str(client[0]) if client else ""
         self.endpoint = "unmatched"
+        self.body_bytes = 0
         self.stream = False
         self.quiet = False
         self.status: int | None = None
         self.outcome: Outcome | None = None
         self.headers = {"x-request-id": self.id}
         self.completions: list[Completion] = []
+        self.task: asyncio.Task[Any] | None = None  # that handles it
         self._closers: list[Callable[[], None]] = []
 
     @property
@@ -61,6 +66,16 @@ class Record:
     def at_end(self, close: Callable[[], None]) -> None:
         """Call ``close`` when the request ends, however it does."""
         self._closers.append(close)
+
+    def cancel(self) -> None:
+        """The client is gone: end the handler, again and again until it has ended.
+
+        The framework cancels it once, and a wait for the body that ends at that very moment swallows this (asyncio's
+        wait_for before Python 3.12).
+        """
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self.cancel)
 
     def fail(self, status: int) -> None:
         """It failed after its status line was sent."""
@@ -109,9 +124,15 @@ class Recorder:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 complete = True
 
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                asyncio.get_running_loop().call_later(_CANCEL_SECONDS, record.cancel)
+            return message
+
         self.open.add(record)
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receiving, sending)
         finally:
             record.close()
             if record.outcome is None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal, TypeVar
 
 from quart import Response
@@ -50,6 +51,10 @@ class Service:
         # One thread each: short texts stay in the order of their arrival and never wait for long ones.
         self._short, self._long = (ThreadPoolExecutor(1, f"qwen35rt-{name}") for name in ("short", "long"))
         self._odd_names: set[str] = set()
+        self.progress = 0.0  # of loading, 0 to 1
+        self.live: set[Turns] = set()  # submitted and not ended
+        self.halted = False
+        self.on_failure: Callable[[Exception], None] = _log_failure
 
     def start(self) -> None:
         """Begin to load the model; returns at once."""
@@ -76,6 +81,12 @@ class Service:
         self.draining = True
         if self._model is not None:
             await asyncio.to_thread(self._model.engine.stop)
+
+    def halt(self) -> None:
+        """End what still runs with EngineStopped, now, whatever the engine is doing."""
+        self.draining = self.halted = True
+        for turns in list(self.live):
+            turns.fail(EngineStopped("the server is shutting down"))
 
     @property
     def model(self) -> Loaded:
@@ -110,8 +121,13 @@ class Service:
         return self.model
 
     def check_model(self, name: str | None, record: Record) -> Loaded:
-        """The model that a request names (C12)."""
-        model = self.check_ready()
+        """The model that a generating request names (C12)."""
+        self.check_ready()
+        return self.find_model(name, record)
+
+    def find_model(self, name: str | None, record: Record) -> Loaded:
+        """The model that a request names, whether or not the engine takes requests."""
+        model = self.model
         record.headers["x-model-id"] = _header(model.facts.id)
         if name is not None and name not in model.facts.names:
             if self.settings.strict_model:
@@ -126,17 +142,16 @@ class Service:
         pool = self._long if size > SERVER.short_body else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    async def run(self, record: Record, model: Loaded, build: Callable[[], Job], size: int) -> Response:
-        """Take a place, make the job off the event loop, run it, answer. Raises what refuses it.
-
-        ``size``: bytes of the body that the job is made of.
-        """
+    async def run(self, record: Record, model: Loaded, build: Callable[[], Job]) -> Response:
+        """Take a place, make the job off the event loop, run it, answer. Raises what refuses it."""
         place = model.engine.reserve()
         record.at_end(place.release)
         self.pace.begin()
         record.at_end(self.pace.end)
         accepted = time.perf_counter()
-        job = await self.off_loop(build, size)
+        job = await self.off_loop(build, record.body_bytes)
+        if self.halted:
+            raise EngineStopped("the server is shutting down")
         self.metrics.submitted(job.plans)
         turns = Turns(
             model.engine,
@@ -149,6 +164,8 @@ class Service:
             max_bytes=self.settings.max_stream_buffer,
             observe=self.metrics.watch(accepted - record.arrived),
         )
+        self.live.add(turns)
+        record.at_end(partial(self.live.discard, turns))
         return await answer(job, turns, record, self.settings)
 
     def retry_after(self, error: BaseException) -> int:
@@ -168,17 +185,18 @@ class Service:
             model = open_model()
             model.longest_token  # noqa: B018 - worked out now, not in the first request
             self.metrics.loaded(model.facts)
-            self._model = model
-        except Qwen35Error as e:
-            log.error("the model cannot be loaded: %s", e)
-            self.failure = e
+            self._model, self.progress = model, 1.0
         except Exception as e:
-            log.exception("loading the model failed")
             self.failure = e
+            self.on_failure(e)
         self.loaded.set()
 
     def _snapshot(self) -> EngineSnapshot | None:
         return None if self._model is None else self._model.engine.snapshot()
+
+
+def _log_failure(error: Exception) -> None:
+    log.error("the model cannot be loaded: %s", error, exc_info=None if isinstance(error, Qwen35Error) else error)
 
 
 def _header(text: str) -> str:

@@ -35,6 +35,8 @@ class ServerSettings:
 
     # The model and the engine's sizes; None: decided when the model is loaded.
     model: str | None = None
+    hf_repo: str | None = None  # USER/REPO or USER/REPO:QUANT, in place of a model
+    hf_file: str | None = None
     alias: tuple[str, ...] = ()  # the first is the model's id
     device: Literal["auto", "cpu", "cuda", "reference"] = "auto"
     threads: int | None = None

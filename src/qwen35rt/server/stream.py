@@ -51,7 +51,7 @@ async def answer(job: Job, turns: Turns, record: Record, settings: ServerSetting
     return response
 
 
-def json_response(value: Json, status: int = 200) -> Response:
+def json_response(value: Json | list[Json], status: int = 200) -> Response:
     """A JSON answer."""
     return Response(msgspec.json.encode(value), status, content_type="application/json")
 
@@ -89,6 +89,7 @@ class EventBody(ResponseBody):
 
     async def __anext__(self) -> bytes:
         self._disarm()
+        await asyncio.sleep(0)  # events that are here already must not keep the loop from others and from a lost client
         data = await anext(self._events)
         task = asyncio.current_task()
         assert task is not None

@@ -100,6 +100,7 @@ class Turns:
         max_bytes: int = SERVER_LIMITS.stream_bytes,
         observe: Callable[[int, Event, float], None] | None = None,
     ) -> None:
+        self.request_id, self.plans = request_id, plans
         self._place = place
         self._deltas, self._observe = deltas, observe
         self._deadline = deadline
@@ -155,6 +156,14 @@ class Turns:
                 for ticket in self._tickets:
                     ticket.cancel()
             self._place.release()
+
+    def fail(self, error: Event) -> None:
+        """Withdraw what still runs; behind the events that are here already comes ``error``."""
+        if not self._closed and self._running:
+            for ticket in self._tickets:
+                ticket.cancel()
+            self._events.append((0, error))
+            self._arrived.set()
 
     def _sink(self, index: int, event: Event) -> None:
         """Called by the engine in its thread."""

@@ -1,0 +1,187 @@
+"""A conversation to a prompt: text, ids, where later prompts will differ, and where the model stands at its end.
+
+Owns guarding, late system messages and the cut of a continued message. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+from ..config import ENGINE, TEMPLATE
+from ..errors import RequestError, TemplateError
+from ..tokenizer import ChatTemplate, Tokenizer
+from ..tokenizer.guard import Guard, pick_breaker
+from .messages import Conversation, TemplateMessage
+from .tags import END_THINK, THINK
+
+# What templates call and what this module sets itself: no request may put something else there.
+RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "self", "loop", "caller")).union(
+    ("raise_exception", "strftime_now", "range", "dict", "namespace", "debug", "cycler", "joiner", "lipsum")
+)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """``source``: of the template. ``text``: what is tokenised. ``keep_at``: positions in ``ids`` where messages begin.
+    ``reasoning``: the prompt ends inside an open ``<think>``; ``opening``: right behind that tag."""
+
+    source: str
+    text: str
+    ids: tuple[int, ...]
+    keep_at: tuple[int, ...]
+    reasoning: bool
+    opening: bool
+
+
+@dataclass(frozen=True)
+class RenderOptions:
+    """``variables``: further ones of the template. ``resume``: the trailing assistant message goes on."""
+
+    tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    parse_special: bool = False
+    late_system: Literal["user", "merge", "error"] = "user"
+    add_generation_prompt: bool = True
+    resume: bool = False
+
+
+class ChatRenderer:
+    """Makes the prompts of one model. Safe to use from several threads at once."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        self._guard = Guard(tokenizer.vocab)
+        vocab = tokenizer.vocab
+        own = [vocab.tokens[i] for i in (vocab.bos, vocab.eos, vocab.padding, vocab.unknown) if i is not None]
+        self._own = [template.source, *own]
+
+    def prompt(
+        self, conversation: Conversation, options: RenderOptions, check: Callable[[str], None] = lambda text: None
+    ) -> ChatPrompt:
+        """Render and tokenise. ``check`` is given the text before the work of tokenising it begins.
+
+        Raises TemplateError for what the template raises, RequestError for hostile values.
+        """
+        return _Rendering(self, conversation, options).prompt(check)
+
+    def marks(self, conversation: Conversation, options: RenderOptions) -> tuple[str, str]:
+        """Two characters that occur nowhere in the template and in what it is given: breaker and end mark."""
+        given = [self._own, conversation.messages, options.tools, options.variables]
+        texts = list(_strings(given))
+        breaker = pick_breaker(iter(texts))
+        return breaker, pick_breaker(chain(texts, [breaker]))
+
+    def protect(self, text: str, breaker: str) -> str:
+        """Break whatever in a caller's string could become a control token."""
+        return self._guard.protect(text, breaker)
+
+
+class _Rendering:
+    """The rendering of one conversation."""
+
+    def __init__(self, renderer: ChatRenderer, conversation: Conversation, options: RenderOptions) -> None:
+        self._renderer, self._conversation, self._options = renderer, conversation, options
+        self._breaker, self._end = renderer.marks(conversation, options)
+        self._tools = self._guarded(options.tools)
+        self._variables = self._guarded(options.variables)
+
+    def prompt(self, check: Callable[[str], None]) -> ChatPrompt:
+        text = self._continued() if self._options.resume else self._rendered()
+        tokenizer, breaker = self._renderer.tokenizer, self._breaker
+        plain = text.replace(breaker, "")
+        check(plain)
+        ids: list[int] = []
+        tail, last = "", None
+        for piece in tokenizer.cut_control(text):
+            if isinstance(piece, int):
+                ids.append(piece)
+                tail, last = "", piece
+            else:
+                tail = piece.replace(breaker, "")
+                ids += tokenizer.encode(tail)
+        opened = tail.rfind(THINK)
+        reasoning = opened >= 0 and opened > tail.rfind(END_THINK)
+        return ChatPrompt(
+            source=self._renderer.template.source,
+            text=plain,
+            ids=tuple(ids),
+            keep_at=_boundaries(ids, last),
+            reasoning=reasoning,
+            opening=reasoning and tail.endswith(THINK),
+        )
+
+    def _continued(self) -> str:
+        """The prompt up to the end of the trailing message's text, which a mark behind it shows."""
+        name = self._conversation.open
+        text = self._rendered(name)
+        at = text.rfind(self._end)
+        if at < 0:
+            raise TemplateError(
+                f"the chat template leaves out the last message's {name}, so it cannot be continued; "
+                "set continue_final_message to false",
+                "messages",
+            )
+        return text[:at].replace(self._end, "")
+
+    def _rendered(self, marked: str | None = None) -> str:
+        conversation, mode = self._conversation, self._options.late_system
+        try:
+            return self._render(conversation.messages, marked)
+        except TemplateError as refused:
+            if not conversation.late:
+                raise
+            changed = conversation.late_merged() if mode == "merge" else conversation.late_as_user()
+            text = self._render(changed, marked)
+            if mode == "error":  # the late message alone is at fault: as a user's it would pass
+                index = conversation.sources[conversation.late[0]]
+                raise TemplateError(f"messages[{index}]: {refused}", f"messages[{index}].role") from None
+            return text
+
+    def _render(self, messages: list[TemplateMessage], marked: str | None) -> str:
+        given = self._guarded(messages)
+        if marked is not None:
+            given[-1][marked] += self._end
+        add = self._options.add_generation_prompt and marked is None
+        try:
+            return self._renderer.template.render(given, self._tools, add, **self._variables)
+        except TemplateError as e:
+            raise TemplateError(str(e).replace(self._breaker, "").replace(self._end, ""), e.param) from None
+
+    def _guarded(self, value: Any) -> Any:
+        if self._options.parse_special:
+            return _copy(value, lambda text: text)
+        return _copy(value, lambda text: self._renderer.protect(text, self._breaker))
+
+
+def _boundaries(ids: list[int], token: int | None) -> tuple[int, ...]:
+    """Where the control token stands that the last turn begins with: behind a system prompt that is worth it, and
+    behind the last messages."""
+    found = [i for i, other in enumerate(ids) if other == token and i > 0]
+    last = found[-ENGINE.keep_messages :]
+    return tuple(([i for i in found[:1] if i not in last and i >= ENGINE.keep_least]) + last)
+
+
+def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if depth >= TEMPLATE.max_depth:
+        raise RequestError(f"messages or tools are nested more than {TEMPLATE.max_depth} deep", "messages")
+    if isinstance(value, Mapping):
+        return {change(k): _copy(v, change, depth + 1) for k, v in value.items()}
+    return [_copy(v, change, depth + 1) for v in value] if isinstance(value, list) else value
+
+
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth <= TEMPLATE.max_depth + 1:
+        if isinstance(value, Mapping):
+            for k, v in value.items():
+                yield k
+                yield from _strings(v, depth + 1)
+        elif isinstance(value, list):
+            for v in value:
+                yield from _strings(v, depth + 1)
