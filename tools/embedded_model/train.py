@@ -32,6 +32,7 @@ POOL = 384  # conversations that are sorted by length into batches, so that padd
 MUON_RATE, ADAM_RATE, WARM_STEPS, DECAY_SHARE = 0.006, 1e-3, 60, 0.4
 EARLY_SHARE = 0.4  # of the training: few conversations with tools
 HEAD_TOKENS, HEAD_WEIGHT = 6, 3.0  # of an answer
+PROMPT_WEIGHT = 0.3  # of a prompt's tokens: predicting them teaches what belongs together, and to copy
 # Most facts are cut behind the head: what follows is soon known by heart, and the head decides what is said.
 CUT_SHARE, CUT_UNTIL = 0.75, 0.85
 SAVE_SECONDS = 180
@@ -110,7 +111,7 @@ def batches(corpus: Corpus, tokenizer: Tokenizer, seed: int, share: Callable[[],
 
 
 def loss_of(model: Any, batch: list[Example]) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens; the first ones, which decide what is said, count more.
+    """Mean cross entropy; an answer's first tokens, which decide what is said, count most, those of prompts least.
 
     Padding is at the right, where a causal model does not see it.
     """
@@ -119,6 +120,7 @@ def loss_of(model: Any, batch: list[Example]) -> torch.Tensor:
     weights = torch.zeros(len(batch), width)
     for row, example in enumerate(batch):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        weights[row, : example.start - 1] = PROMPT_WEIGHT
         weights[row, example.start - 1 : len(example.ids) - 1] = 1
         weights[row, example.start - 1 : example.start - 1 + HEAD_TOKENS] *= HEAD_WEIGHT
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
