@@ -20,6 +20,7 @@ from qwen35rt.cli.chat import COMMANDS as CHAT_COMMANDS
 from qwen35rt.cli.parser import Parser
 from qwen35rt.config import Environment
 from qwen35rt.formats import FORMATS
+from qwen35rt.server.settings import ServerSettings
 from tools.embedded_model import fact as module
 from tools.embedded_model.fact import Fact, expand, is_held_out, load_facts, plain
 
@@ -65,7 +66,7 @@ def untrue(span: str) -> str | None:
     if match := re.match(r"(?:(GET|POST) )?(/[a-z/0-9_-]+)$", span):
         return route_fault(match[1], match[2])
     if span.startswith("QWEN35RT_"):
-        known = {f"QWEN35RT_{f.name.upper()}" for f in fields(Environment)}
+        known = {f"QWEN35RT_{f.name.upper()}" for f in (*fields(Environment), *fields(ServerSettings))}
         return None if span in known else f"no variable {span}"
     if match := re.match(r"pip install .*\[(\w+)\]", span):
         return None if match[1] in EXTRAS else f"no extra {match[1]}"
@@ -73,7 +74,7 @@ def untrue(span: str) -> str | None:
         owner = Model if match[1] == "model" else qwen35rt
         return None if match[2] == "gguf" or hasattr(owner, match[2]) else f"no {match[0]}"
     if re.fullmatch(r"I?Q\d\w*", span):
-        return None if span in {*FORMATS, "Q4_K_M"} else f"no format {span}"
+        return None if span in {f.name for f in FORMATS} | {"Q4_K_M"} else f"no format {span}"
     return None
 
 

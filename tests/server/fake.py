@@ -111,6 +111,7 @@ class FakeEngine:
         self.refuse: Qwen35Error | None = None
         self._noise = np.random.default_rng(7).normal(size=(16, tokenizer.n_vocab)).astype(np.float32)
         self._wake = threading.Condition()
+        self._stopping = threading.Lock()
         self._ended = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -173,8 +174,9 @@ class FakeEngine:
             self._ended = True
             self._wake.notify_all()
         self._thread.join()
-        for job in self.waiting + self.running:
-            self._end(job, EngineStopped("stopped"))
+        with self._stopping:  # draining and closing may come here at once
+            for job in self.waiting + self.running:
+                self._end(job, EngineStopped("stopped"))
 
     def _active(self) -> bool:
         jobs = self.waiting + self.running

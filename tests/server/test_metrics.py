@@ -89,6 +89,21 @@ async def test_series_for_vllm_dashboards(make: Make) -> None:
 
 
 @asynchronous
+async def test_series_with_llama_servers_names(make: Make) -> None:
+    server = make(metrics_compat=("llamacpp",))
+    await server.post({"prompt": "a", "max_tokens": 3})
+    found = await samples(server)
+    own = {name.partition(":")[2]: value for name, value in found.items() if name.startswith("llamacpp:")}
+    assert own["prompt_tokens_total"] == found["qwen35rt:prompt_tokens_total"]
+    assert own["tokens_predicted_total"] == found["qwen35rt:generation_tokens_total"]
+    assert own["prompt_seconds_total"] > 0
+    assert own["tokens_predicted_seconds_total"] > 0
+    assert own["predicted_tokens_seconds"] > 0
+    assert own["requests_processing"] == own["requests_deferred"] == 0
+    assert not [name for name in await samples(make()) if name.startswith("llamacpp:")]
+
+
+@asynchronous
 async def test_unknown_paths_are_one_label(server: Server) -> None:
     for path in ("/a", "/b", "/c"):
         await server.get(path)

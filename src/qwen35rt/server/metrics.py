@@ -87,6 +87,18 @@ COUNTERS: dict[str, _Read] = {
 }
 
 
+# llama-server's names, with --metrics-compat llamacpp; seconds are those of finished turns.
+_LLAMA_GAUGES: dict[str, _Read] = {
+    "requests_processing": lambda s: len(s.running),
+    "requests_deferred": lambda s: s.waiting,
+}
+_LLAMA_COUNTERS: dict[str, _Read] = {
+    "prompt_tokens_total": lambda s: s.counters.prompt_tokens,
+    "tokens_predicted_total": lambda s: s.counters.generated_tokens,
+    "n_decode_total": lambda s: s.counters.steps,
+}
+
+
 def series_1_2_5(limit: int) -> tuple[int, ...]:
     """1, 2, 5, 10, ... up to and with the first that reaches ``limit``."""
     found: list[int] = []
@@ -105,6 +117,7 @@ class Metrics:
         self._facts: ModelFacts | None = None
         self._snapshot, self._compat = snapshot, compat
         self._histograms: dict[str, Histogram] = {}
+        self._seconds = {"prompt": [0, 0.0], "predicted": [0, 0.0]}  # tokens and seconds of finished turns
         self._counters = {
             "requests": self._counter("requests", ("endpoint", "outcome", "status")),
             "request_success": self._counter("request_success", ("finished_reason",)),
@@ -171,6 +184,13 @@ class Metrics:
 
     def _turn(self, completion: Completion, before: float) -> None:
         timings = completion.timings
+        for phase, tokens, ms in (
+            ("prompt", timings.prompt_n, timings.prompt_ms),
+            ("predicted", timings.predicted_n - 1, timings.predicted_ms),
+        ):
+            if ms is not None:
+                self._seconds[phase][0] += tokens
+                self._seconds[phase][1] += ms / 1e3
 
         def seconds(ms: float | None) -> float | None:
             return None if ms is None else ms / 1e3
@@ -206,14 +226,29 @@ class Metrics:
         )
         info.add_metric((*labels, __version__, facts.device, facts.isa, facts.quant), 1)
         yield info
-        for name, read in GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
-            gauge.add_metric(labels, read(found))
-            yield gauge
-        for name, read in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=_LABELS)
-            counter.add_metric(labels, read(found))
-            yield counter
+        yield from _families(PREFIX, labels, _values(GAUGES, found), _values(COUNTERS, found))
+        if "llamacpp" in self._compat:
+            gauges, counters = _values(_LLAMA_GAUGES, found), _values(_LLAMA_COUNTERS, found)
+            for phase, name in (("prompt", "prompt"), ("predicted", "tokens_predicted")):
+                tokens, spent = self._seconds[phase]
+                counters[f"{name}_seconds_total"] = spent
+                if spent:
+                    gauges[f"{phase}_tokens_seconds"] = tokens / spent
+            yield from _families("llamacpp:", labels, gauges, counters)
+
+
+def _values(reads: dict[str, _Read], snapshot: EngineSnapshot) -> dict[str, float]:
+    return {name: read(snapshot) for name, read in reads.items()}
+
+
+def _families(
+    prefix: str, labels: Sequence[str], gauges: dict[str, float], counters: dict[str, float]
+) -> Iterator[Metric]:
+    for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, value in values.items():
+            family = kind(prefix + name, name.replace("_", " "), labels=_LABELS)
+            family.add_metric(labels, value)
+            yield family
 
 
 class _EngineSeries(Collector):
@@ -236,7 +271,7 @@ class _Plain:
             samples = [s for s in metric.samples if not s.name.endswith("_created")]
             if not samples:
                 continue
-            for prefix in self._prefixes:
+            for prefix in self._prefixes if metric.name.startswith(PREFIX) else ("",):
                 copy = Metric(metric.name.replace(PREFIX, prefix, 1), metric.documentation, metric.type)
                 copy.samples = [s._replace(name=s.name.replace(PREFIX, prefix, 1)) for s in samples]
                 yield copy
