@@ -5,14 +5,15 @@ Owns guarding, late system messages and the cut of a continued message. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from ..config import ENGINE, TEMPLATE
-from ..errors import RequestError, TemplateError
+from ..config import ENGINE
+from ..errors import TemplateError
 from ..tokenizer import ChatTemplate, Tokenizer
+from ..tokenizer.chat import plain_copy, strings_in
 from ..tokenizer.guard import Guard, pick_breaker
 from .messages import Conversation, TemplateMessage
 from .tags import END_THINK, THINK
@@ -70,7 +71,7 @@ class ChatRenderer:
     def marks(self, conversation: Conversation, options: RenderOptions) -> tuple[str, str]:
         """Two characters that occur nowhere in the template and in what it is given: breaker and end mark."""
         given = [self._own, conversation.messages, options.tools, options.variables]
-        texts = list(_strings(given))
+        texts = list(strings_in(given))
         breaker = pick_breaker(iter(texts))
         return breaker, pick_breaker(chain(texts, [breaker]))
 
@@ -152,8 +153,8 @@ class _Rendering:
 
     def _guarded(self, value: Any) -> Any:
         if self._options.parse_special:
-            return _copy(value, lambda text: text)
-        return _copy(value, lambda text: self._renderer.protect(text, self._breaker))
+            return plain_copy(value, lambda text: text)
+        return plain_copy(value, lambda text: self._renderer.protect(text, self._breaker))
 
 
 def _boundaries(ids: list[int], token: int | None) -> tuple[int, ...]:
@@ -162,26 +163,3 @@ def _boundaries(ids: list[int], token: int | None) -> tuple[int, ...]:
     found = [i for i, other in enumerate(ids) if other == token and i > 0]
     last = found[-ENGINE.keep_messages :]
     return tuple(([i for i in found[:1] if i not in last and i >= ENGINE.keep_least]) + last)
-
-
-def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if depth >= TEMPLATE.max_depth:
-        raise RequestError(f"messages or tools are nested more than {TEMPLATE.max_depth} deep", "messages")
-    if isinstance(value, Mapping):
-        return {change(k): _copy(v, change, depth + 1) for k, v in value.items()}
-    return [_copy(v, change, depth + 1) for v in value] if isinstance(value, list) else value
-
-
-def _strings(value: Any, depth: int = 0) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif depth <= TEMPLATE.max_depth + 1:
-        if isinstance(value, Mapping):
-            for k, v in value.items():
-                yield k
-                yield from _strings(v, depth + 1)
-        elif isinstance(value, list):
-            for v in value:
-                yield from _strings(v, depth + 1)

@@ -51,7 +51,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text. ``kwargs`` are further template variables."""
         given = _variables(messages, tools, kwargs)
-        return self._render(_copy(given, lambda text: text), add_generation_prompt, None)
+        return self._render(plain_copy(given, lambda text: text), add_generation_prompt, None)
 
     def render_ids(
         self,
@@ -103,11 +103,11 @@ class ChatTemplate:
 
     def _guarded(self, tokenizer: Tokenizer, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """A breaker, and a copy of the variables in which it keeps control tokens from being spelled."""
-        breaker = pick_breaker(_strings([self.source, self._variables, given]))
+        breaker = pick_breaker(strings_in([self.source, self._variables, given]))
         if self._guard is None or self._guard[0] is not tokenizer.vocab:
             self._guard = (tokenizer.vocab, Guard(tokenizer.vocab))
         guard = self._guard[1]
-        return breaker, _copy(given, lambda text: guard.protect(text, breaker))
+        return breaker, plain_copy(given, lambda text: guard.protect(text, breaker))
 
     def _try_render(self, given: dict[str, Any], add_generation_prompt: bool, breaker: str) -> str | None:
         """None where the template refuses."""
@@ -243,20 +243,20 @@ def _without(text: str, breaker: str | None) -> str:
     return text if breaker is None else text.replace(breaker, "")
 
 
-def _copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+def plain_copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """A copy of plain data, so that a template can neither alter the caller's nor reach other objects."""
     if isinstance(value, str):
         return change(_checked(value))
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool | int | _Spelled):
         return value
     if isinstance(value, float):
         return value if _is_plain(value) else _Spelled(value)
     if depth >= TEMPLATE.max_depth:
         raise RequestError(f"messages or tools are nested more than {TEMPLATE.max_depth} deep", "messages")
     if isinstance(value, Mapping):
-        return {change(_checked(str(k))): _copy(v, change, depth + 1) for k, v in value.items()}
+        return {change(_checked(str(k))): plain_copy(v, change, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_copy(v, change, depth + 1) for v in value]
+        return [plain_copy(v, change, depth + 1) for v in value]
     raise RequestError(f"a chat template cannot be given a {type(value).__name__}", "messages")
 
 
@@ -274,14 +274,15 @@ def _is_plain(value: float) -> bool:
     return not ("e" in spelled or "n" in spelled)
 
 
-def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+def strings_in(value: Any, depth: int = 0) -> Iterator[str]:
+    """Every string of plain data, names of fields included."""
     if isinstance(value, str):
         yield value
     elif depth <= TEMPLATE.max_depth + 1:
         if isinstance(value, Mapping):
             for k, v in value.items():
                 yield str(k)
-                yield from _strings(v, depth + 1)
+                yield from strings_in(v, depth + 1)
         elif isinstance(value, list | tuple):
             for v in value:
-                yield from _strings(v, depth + 1)
+                yield from strings_in(v, depth + 1)
