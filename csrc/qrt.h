@@ -148,8 +148,8 @@ struct qrt_kernels {
     const char *isa;
     qrt_op_fn op[QRT_N_OPS];
     void (*dequantize[QRT_N_FORMATS])(const uint8_t *row, float *out, int64_t n);
-    // One row of n values, a whole number of blocks, to `row`; importance: NULL, or n weights of the
-    // squared error, finite and not negative. Returns a status. NULL: the format is only read.
+    // One row of n values, a whole number of blocks, to `row`; importance: NULL, or n weights of
+    // the squared error, finite and not negative. Returns a status. NULL: the format is only read.
     int (*quantize[QRT_N_FORMATS])(const float *x, const float *importance, uint8_t *row,
                                    int64_t n);
     double (*int8_peak)(void); // a loop of int8 products on registers; returns the operations (2
