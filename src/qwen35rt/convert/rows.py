@@ -19,11 +19,11 @@ Bytes = npt.NDArray[np.uint8]
 NONE: Float = np.zeros(0, np.float32)  # no importance
 
 
-class RowsNotFinite(Qwen35Error):
+class RowsNotFinite(ValueError):
     """A row holds NaN or infinity."""
 
 
-class RowsOutOfRange(Qwen35Error):
+class RowsOutOfRange(ValueError):
     """A row holds a number that the format's scales cannot express."""
 
 
