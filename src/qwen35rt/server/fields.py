@@ -12,6 +12,7 @@ from ..engine.sampler import SamplingParams
 from ..errors import RequestError
 from .body import Fields, neutral
 from .errors import UnsupportedParameter
+from .settings import SAMPLING_FIELDS
 
 
 class StreamOptions(msgspec.Struct):
@@ -50,7 +51,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """Fields for ``sampling_params``: those that are given."""
-        names = (*_SAMPLING_FIELDS, "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
+        names = (*SAMPLING_FIELDS, "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name in ("top_k", "repeat_last_n"):
             if name in given:  # beyond this the value says the same and no C integer holds it
@@ -62,16 +63,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         return given
 
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "repeat_last_n",
-)
 LATER = {
     "grammar": neutral(""),
     "json_schema": neutral(),

@@ -16,16 +16,7 @@ from ..config import ENGINE, SAMPLING, SERVER, SERVER_LIMITS, server_environment
 from ..engine.sampler import SamplingParams
 from ..errors import ConfigError, RequestError
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "repeat_last_n",
-)
+SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SAMPLING))  # those that a request and a flag can set
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ class ServerSettings:
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling fields that a flag sets: they stand before the model file's (C10)."""
-        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
 
     @property
     def queue_places(self) -> int:
