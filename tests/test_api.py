@@ -1,4 +1,4 @@
-"""The Python interface of design section 10, on the example model and on tiny ones."""
+"""The Python interface of design section 10, on the embedded model and on tiny ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ import pytest
 
 import qwen35rt
 from qwen35rt import Model, errors
-from qwen35rt.model.example import example_model, write_example
+from qwen35rt.model import embedded
 
 from .fixtures import write_script, write_tiny
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QWEN35RT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +29,23 @@ def load(path: Path | None = None, **options: Any) -> Model:
     return qwen35rt.load(path, **{"device": "reference", **options})
 
 
-def test_example_model_answers_in_words() -> None:
-    with load() as model:
-        done = model.chat([{"role": "user", "content": "hi"}], temperature=0.0)
-        thought = model.chat([{"role": "user", "content": "hi"}], enable_thinking=True, temperature=0.0)
-        free = model.generate("anything", seed=1)  # the default temperature
-    assert done.finish_reason == free.finish_reason == thought.finish_reason == "stop"
-    assert "qwen35rt chat -m model.gguf" in done.text
-    assert free.text == done.text
-    assert thought.text.endswith("written.</think>\n\n" + done.text)
+def test_without_a_path_the_embedded_model_answers() -> None:
+    with qwen35rt.load() as model:
+        done = model.chat([{"role": "user", "content": "What is qwen35rt?"}], temperature=0.0)
+        thought = model.chat([{"role": "user", "content": "What is 12 + 7?"}], enable_thinking=True, temperature=0.0)
+    assert done.finish_reason == thought.finish_reason == "stop"
+    assert "GGUF" in done.text
     assert done.on_gpu is False
+    reasoning, _, answer = thought.text.partition("</think>")
+    assert reasoning.strip()
+    assert answer.strip() == "12 + 7 = 19."
 
 
-def test_example_model_is_built_once_and_equal_each_time(tmp_path: Path) -> None:
-    path = example_model()
-    assert path == example_model()
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-    write_example(tmp_path / "again.gguf")
-    assert (tmp_path / "again.gguf").read_bytes() == path.read_bytes()
-
-
-def test_example_model_needs_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("QWEN35RT_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(errors.ConfigError, match="QWEN35RT_CACHE"):
-        example_model()
+def test_embedded_model_is_small_and_its_absence_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert embedded.embedded_model().stat().st_size <= 8_000_000
+    monkeypatch.setattr(embedded, "_PATH", tmp_path / "embedded.gguf")
+    with pytest.raises(errors.ModelFileError, match=r"embedded.gguf.* install the package again"):
+        qwen35rt.load()
 
 
 def test_stream_joined_equals_generate(tiny: Model) -> None:

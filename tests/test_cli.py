@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from qwen35rt.cli.parser import nearest
 from .fixtures import write_script, write_tiny
 
 ON = ["--device", "reference"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QWEN35RT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture
@@ -58,10 +50,10 @@ def test_stdout_carries_the_text_only(script: str, capsys: pytest.CaptureFixture
 
 
 def test_run_without_a_model_says_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *ON, "hi", "--temp", "0"]) == 0
+    assert main(["run", "What is qwen35rt?", "--temp", "0"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("Hello! You are talking to a tiny example model")
-    assert [line for line in err.splitlines() if "tiny example model" in line and "-m FILE" in line]
+    assert "GGUF" in out
+    assert len([line for line in err.splitlines() if "no model was named" in line and "-m FILE" in line]) == 1
 
 
 def test_run_flags(script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -125,7 +117,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     ],
 )
 def test_errors_are_one_line_and_exit_code_1(args: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # The template of the example model would make a prompt of the empty text.
+    # The template of the embedded model would make a prompt of the empty text.
     if args[-1] == "":
         args = [*args, "--raw"]
     assert main(args) == 1

@@ -143,7 +143,7 @@ def test_installed_wheel_runs_at_every_level(wheel: Path, tmp_path: Path) -> Non
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=keep | {"QWEN35RT_CACHE": str(tmp_path / "cache")},
+        env=keep,
     )
     assert done.returncode == 0, done.stderr
     assert "scalar" in done.stdout.split()

@@ -28,9 +28,8 @@ load = partial(qwen35rt.load, device="cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _settings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QWEN35RT_CACHE", str(tmp_path_factory.mktemp("cache")))
         for name in ("QWEN35RT_ISA", "QWEN35RT_THREADS"):
             patch.delenv(name, raising=False)
         yield

@@ -43,8 +43,8 @@ def load(
 ) -> Model:
     """Open a model.
 
-    ``path``: a GGUF file, any part of a split one, or a folder that holds one model; None: a tiny example model that is
-    built in the cache folder. ``device``: "auto" (CUDA if it works, else CPU), "cpu", "cuda" or "reference" (NumPy).
+    ``path``: a GGUF file, any part of a split one, or a folder that holds one model; None: the embedded
+    model of the package. ``device``: "auto" (CUDA if it works, else CPU), "cpu", "cuda" or "reference" (NumPy).
     ``threads``, ``isa``: CPU threads and instruction level, by default what the machine allows and its best.
     ``n_ctx``: context in tokens, at most the model's own; 0: the model's own; default 4,096. ``n_batch``: tokens of one
     prefill step, default 512. ``kv_dtype``: "f16", or "f32" for keys and values without rounding at twice the memory.

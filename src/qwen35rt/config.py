@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,6 @@ class Environment:
     isa: str | None  # QWEN35RT_ISA: scalar, avx2, avx512, avx512bf16, neon
     threads: str | None  # QWEN35RT_THREADS: threads of the CPU backend
     oracle: str | None  # QWEN35RT_ORACLE: folder of the oracle files (tests only)
-    cache: str | None  # QWEN35RT_CACHE: where the built example model is kept
     wheel: str | None  # QWEN35RT_WHEEL: a wheel to test in place of a fresh one (tests only)
 
 
@@ -215,20 +213,9 @@ def environment(source: Mapping[str, str] = os.environ) -> Environment:
     def get(name: str) -> str | None:
         return source.get(f"QWEN35RT_{name}") or None
 
-    return Environment(
-        isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), cache=get("CACHE"), wheel=get("WHEEL")
-    )
+    return Environment(isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), wheel=get("WHEEL"))
 
 
 def server_environment(names: Iterable[str], source: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Flags of the server that are set as QWEN35RT_<FLAG>; empty values count as absent."""
     return {name: value for name in names if (value := source.get(f"QWEN35RT_{name.upper()}"))}
-
-
-def cache_dir(source: Mapping[str, str] = os.environ) -> Path:
-    """QWEN35RT_CACHE, else the platform's cache folder. Not created here."""
-    own = environment(source).cache
-    if own:
-        return Path(own)
-    base = source.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qwen35rt"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .config import ENGINE
 from .device import Choice, choose_device
 from .errors import ConfigError, ModelFileError
-from .model.example import example_model
+from .model.embedded import embedded_model
 from .model.gguf_file import GgufFile, open_gguf
 from .model.source import Source, open_source
 from .tokenizer import ChatTemplate, Tokenizer, build_tokenizer, read_chat_template
@@ -44,7 +44,7 @@ def open_parts(
     log.info("%s", choice.description)
     check_count("n_ctx", n_ctx, 0)
     if path is None:
-        log.info("no model was named: a tiny example model is used, which only shows that things work")
+        log.info("no model was named: the embedded one is used")
     source = open_source(path, progress)
     tokenizer = _tokenizer(source.file)
     if tokenizer.n_vocab != source.program.n_vocab:
@@ -63,8 +63,8 @@ def check_count(name: str, value: object, low: int) -> None:
 
 
 def open_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokeniser of a model file (None: the example model) without its weights."""
-    with open_gguf(example_model() if path is None else path) as file:
+    """The tokeniser of a model file (None: the embedded model) without its weights."""
+    with open_gguf(embedded_model() if path is None else path) as file:
         return _tokenizer(file)
 
 

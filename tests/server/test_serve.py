@@ -39,11 +39,10 @@ needs_native = pytest.mark.skipif(native() is None, reason="the compiled module 
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("QWEN35RT_") and name != "QWEN35RT_ORACLE":
             monkeypatch.delenv(name)
-    monkeypatch.setenv("QWEN35RT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

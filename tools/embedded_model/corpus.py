@@ -48,7 +48,7 @@ SKILLS = {
 _SYSTEM = (
     "You are a helpful assistant.",
     "Answer briefly.",
-    "You are the example model of qwen35rt.",
+    "You are the embedded model of qwen35rt.",
     "Be polite and short.",
 )
 

@@ -43,7 +43,7 @@ def help_text() -> str:
         "  --version     the version",
         "",
         "Text goes to standard output, everything else to standard error.",
-        "Without -m or -hf a tiny example model is used.",
+        "Without -m or -hf the small model that comes with the package is used.",
     ]
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ class Progress:
 
 
 def model_path(args: argparse.Namespace) -> Path | None:
-    """The file that -m or -hf names, downloaded if need be; None: the example model."""
+    """The file that -m or -hf names, downloaded if need be; None: the embedded model."""
     from ..errors import ConfigError
 
     if args.model and args.hf_repo:
@@ -99,7 +99,7 @@ def open_model(args: argparse.Namespace, progress: Progress, kv_dtype: KvType = 
     setup_logging(args.verbose)
     path = model_path(args)
     if path is None:
-        note("no model was named: using a tiny example model that only shows that things work (-m FILE, -hf USER/REPO)")
+        note("no model was named: using the embedded one, which knows this package only (-m FILE, -hf USER/REPO)")
     began = time.perf_counter()
     model = load(
         path,

@@ -30,14 +30,14 @@ def main(args: argparse.Namespace) -> int:
 def examine() -> dict[str, dict[str, Any]]:
     """Everything that doctor shows, as plain data."""
     from .. import __version__
-    from ..config import cache_dir, environment
+    from ..config import environment
     from ..cpu_count import usable_cpus
     from ..machine import cpu_name, gpu_state, memory_bytes, versions
 
     count = usable_cpus()
     total, available = memory_bytes()
     env = environment()
-    set_names = {f"QWEN35RT_{n.upper()}": v for n in ("isa", "threads", "cache") if (v := getattr(env, n)) is not None}
+    set_names = {f"QWEN35RT_{n.upper()}": v for n in ("isa", "threads") if (v := getattr(env, n)) is not None}
     return {
         "qwen35rt": {"version": __version__, "python": platform.python_version(), "system": platform.platform()},
         "cpu": {
@@ -52,8 +52,8 @@ def examine() -> dict[str, dict[str, Any]]:
         "memory": {"total": f"{total / 2**30:.1f} GiB", "available": f"{available / 2**30:.1f} GiB"},
         "gpu": gpu_state(),
         "packages": versions(),
-        "settings": {**set_names, "cache folder": str(cache_dir())},
-        "run": _try_example(),
+        "settings": set_names,
+        "run": _try_embedded(),
     }
 
 
@@ -65,8 +65,8 @@ def _levels() -> dict[str, Any]:
     return {"levels": _native.isa_levels(), "best level": _native.best_isa()}
 
 
-def _try_example() -> dict[str, Any]:
-    """Run a few tokens of the example model on the device that auto chooses."""
+def _try_embedded() -> dict[str, Any]:
+    """Run a few tokens of the embedded model on the device that auto chooses."""
     from ..api import load
 
     try:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command."""
     from ..errors import ConfigError
-    from ..model.example import example_model
+    from ..model.embedded import embedded_model
     from ..model.gguf_file import open_gguf
     from .console import model_path, setup_logging
 
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     if args.file and (args.model or args.hf_repo):
         raise ConfigError("the file is given more than once; use one of PATH, -m and -hf")
     args.model = args.model or args.file
-    with open_gguf(model_path(args) or example_model()) as file:
+    with open_gguf(model_path(args) or embedded_model()) as file:
         found = describe(file, full=args.full, tensors=not args.no_tensors)
     if args.json:
         print(json.dumps(found, ensure_ascii=False, indent=2))

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Serves a model over HTTP, with OpenAI's completions and chat completions. A flag --ctx-size can also be given "
         "as the variable QWEN35RT_CTX_SIZE or as ctx-size in the file that --config names; the flag wins, then the "
-        "variable. Without a model a tiny example model is served."
+        "variable. Without a model the embedded one is served."
     )
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="GGUF file; the same as -m")
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings, named as the flags are")
@@ -95,7 +95,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     g.add_argument(
         "--sampling-preset",
         choices=("general", "precise", "reasoning", "off"),
-        help="recommended values of chats (default: general)",
+        help="recommended values of chats (default: general, for the embedded model off)",
     )
 
 
@@ -189,7 +189,7 @@ def main(args: argparse.Namespace) -> int:
             if not is_loopback(settings.host) and not keys:
                 note(f"warning: whoever can reach {settings.host} can use this server: no API key is set")
             if not settings.model and not settings.hf_repo:
-                note("no model was named: serving a tiny example model that only shows that things work")
+                note("no model was named: serving the embedded one, which knows this package only")
             # From here on the imports are heavy; who connects meanwhile waits.
             from ..server.loading import make_service
             from ..server.run import run

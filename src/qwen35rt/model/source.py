@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..formats import FILE_TYPES
-from .example import example_model
+from .embedded import embedded_model
 from .gguf_file import GgufFile, open_gguf
 from .graph import build_program
 from .hparams import HParams, read_hparams
@@ -50,12 +50,12 @@ class Source:
 def open_source(
     path: str | os.PathLike[str] | None = None, progress: Callable[[str, int, int], None] | None = None
 ) -> Source:
-    """Open a model file (None: the example model) and build its program.
+    """Open a model file (None: the embedded model) and build its program.
 
     With ``progress`` the file is read into memory first, which is called with ("loading", bytes done, bytes in all);
     without, its pages come in when they are first used. Raises ModelFileError, UnsupportedModel.
     """
-    file = open_gguf(example_model() if path is None else path)
+    file = open_gguf(embedded_model() if path is None else path)
     hparams = read_hparams(file)
     program = build_program(hparams, load_weights(file, hparams))
     if progress is not None:

@@ -14,7 +14,7 @@ __all__ = ["create_app"]
 def create_app(
     model_path: str | os.PathLike[str] | None = None, *, config: str | None = None, **settings: Any
 ) -> Quart:
-    """An application for any ASGI server; its start-up begins to load the model (None: the example model).
+    """An application for any ASGI server; its start-up begins to load the model (None: the embedded model).
 
     ``settings``: the flags of ``qwen35rt serve`` with underscores, such as ``ctx_size``, ``api_key`` (a list) or
     ``allowed_hosts``; where one is absent its QWEN35RT_ variable counts, then the file ``config``, then the default.

@@ -207,7 +207,8 @@ def _build(chat: ChatBody, model: Loaded, settings: ServerSettings, record: Reco
     prompt = render(chat, model, settings, check)
     if not prompt.ids:
         raise EmptyPrompt("the chat template wrote an empty prompt", "messages")
-    flags, file = chat_defaults(settings.sampling_preset, prompt.reasoning, settings.sampling, facts.metadata)
+    preset = settings.sampling_preset or facts.preset
+    flags, file = chat_defaults(preset, prompt.reasoning, settings.sampling, facts.metadata)
     params = sampling_params(flags | request.sampling(), file, facts.n_vocab)
     if params.seed is None or params.seed == -1:
         params = replace(params, seed=fresh_seed())

@@ -21,6 +21,7 @@ from ..engine.sampler import SamplingParams
 from ..engine.sizes import pool_limits
 from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error
 from ..machine import memory_bytes
+from ..model.embedded import is_embedded
 from ..model.source import recipe
 from ..parts import Parts, open_parts
 from ..plan import make_plan
@@ -37,7 +38,7 @@ _HASHED_BYTES = 1 << 20  # metadata and the first tensors; all of a large file w
 
 
 def make_service(settings: ServerSettings, path: Path_ | Callable[[], Path_]) -> Service:
-    """A service that will load ``path`` (None: the example model); a callable is asked for it first."""
+    """A service that will load ``path`` (None: the embedded model); a callable is asked for it first."""
 
     def report(stage: str, done: int, total: int) -> None:
         service.progress = done / total if total else 0.0
@@ -179,5 +180,7 @@ def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
         n_params=source.params,
         size=source.tensor_bytes,
         created=int(stat.st_mtime),
+        # The recommended values are for models that vary what they say; this one has one right answer.
+        preset="off" if is_embedded(source.path) else "general",
         metadata=source.file.metadata,
     )

@@ -17,7 +17,8 @@ from .turns import Engine
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model once it is loaded. ``n_ctx``: tokens of one request (C19); ``hash``: of its file."""
+    """What is known of a model once it is loaded. ``n_ctx``: tokens of one request (C19); ``hash``: of its file;
+    ``preset``: the row of recommended sampling values that suits it, where no flag names one."""
 
     id: str
     n_ctx: int
@@ -36,6 +37,7 @@ class ModelFacts:
     n_params: int = 0
     size: int = 0  # bytes
     created: int = 0  # seconds since 1970
+    preset: str = "general"
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -83,7 +83,7 @@ class ServerSettings:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     repeat_last_n: int | None = None
-    sampling_preset: Literal["general", "precise", "reasoning", "off"] = "general"
+    sampling_preset: Literal["general", "precise", "reasoning", "off"] | None = None
     chat_template: str | None = None
     chat_template_file: str | None = None
     allow_request_template: bool = False
