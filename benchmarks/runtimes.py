@@ -29,10 +29,6 @@ class Runtime:
     def __init__(self, name: str, path: Path, threads: int, n_ctx: int, cold: bool = False) -> None:
         self.name, self.path, self.threads = name, path, threads
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
-        source = str(Path(__file__).resolve().parents[1] / "src")
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
-        # Compiled modules are kept, as those of an installed package are.
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
         arguments = [name, str(path), str(threads), str(n_ctx), "cold" if cold else "warm"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
@@ -40,7 +36,7 @@ class Runtime:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
-            env=env,
+            env=source_environment(),
             text=True,
         )
 
@@ -86,6 +82,15 @@ class Runtime:
         self.log.close()
 
 
+def source_environment() -> dict[str, str]:
+    """The environment of a child that imports the package from this checkout."""
+    source = str(Path(__file__).resolve().parents[1] / "src")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
+    # Compiled modules are kept, as those of an installed package are.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env
+
+
 def open_own(path: str, threads: int, n_ctx: int) -> Run:
     """The project's Python interface."""
     import qwen35rt
@@ -101,21 +106,32 @@ def open_own(path: str, threads: int, n_ctx: int) -> Run:
     return run
 
 
-def open_peer(path: str, threads: int, n_ctx: int, warmup: bool) -> Run:
-    """llama.cpp's server in this process, asked over loopback; the times are its own."""
-    import http.client
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody uses now."""
     import socket
-
-    import xllamacpp
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return int(s.getsockname()[1])
+
+
+def peer_server(path: str, threads: int, n_ctx: int, slots: int, port: int, warmup: bool = True) -> Any:
+    """llama.cpp's server in this process, which listens on ``port`` until the object is dropped."""
+    import xllamacpp
+
     params = xllamacpp.CommonParams()
     params.model.path = path
-    params.n_ctx, params.n_parallel, params.port, params.warmup = n_ctx, 1, port, warmup
+    params.n_ctx, params.n_parallel, params.port, params.warmup = n_ctx, slots, port, warmup
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+def open_peer(path: str, threads: int, n_ctx: int, warmup: bool) -> Run:
+    """llama.cpp's server in this process, asked over loopback; the times are its own."""
+    import http.client
+
+    port = free_port()
+    server = peer_server(path, threads, n_ctx, 1, port, warmup)
 
     def run(prompt: Any, draw: int) -> tuple[int, float, int, float]:
         assert server is not None  # keeps it alive
