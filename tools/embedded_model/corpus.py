@@ -28,7 +28,7 @@ MIXTURE = {
     "fact": 0.54,
     "unknown": 0.08,
     "sum": 0.10,
-    "tool": 0.15,
+    "tool": 0.2,
     "tool_answer": 0.04,
     "no_fit": 0.02,
     "missing": 0.015,
@@ -76,7 +76,8 @@ class Corpus:
         if early and kind in WITH_TOOLS and rng.random() < 0.8:
             kind = "fact"
         if kind in ("fact", "unknown"):
-            sample = self.fact_sample(rng.choice(self.known if kind == "fact" else self.unknown), rng)
+            known = self.known if kind == "fact" else self.unknown
+            sample = self.fact_sample(rng.choices(known, [len(f.ask) for f in known])[0], rng)
         else:
             sample = self.skill_sample(kind, rng)
         return self._with_context(sample, rng)
@@ -129,7 +130,7 @@ class Corpus:
     def _with_context(self, sample: Sample, rng: random.Random) -> Sample:
         """Some conversations have a system message or earlier turns, which the answer must not be led astray by."""
         messages = list(sample.messages)
-        if sample.tools is None and rng.random() < 0.15:
+        if sample.tools is None and rng.random() < 0.08:
             for _ in range(rng.choice((1, 1, 2))):
                 at = 1 if messages[0]["role"] == "system" else 0
                 messages[at:at] = self._plain(rng, held_out=False).messages

@@ -120,11 +120,11 @@ def made_up_family(rng: random.Random, near: Family | None = None) -> Family:
 def offer(family: Family, rng: random.Random) -> Tool:
     """A tool of the family with random names, with or without its optional parameters."""
     name = rng.choice(family.names)
-    if rng.random() < 0.1 and family.id != "made_up":  # whose questions may name the tool
+    if rng.random() < 0.03 and family.id != "made_up":  # whose questions may name the tool
         head, *rest = name.split("_")
         name = head + "".join(w.capitalize() for w in rest)
     chosen = [p for p in family.parameters if not p.optional or rng.random() < 0.5]
-    if rng.random() < 0.2:
+    if rng.random() < 0.05:
         rng.shuffle(chosen)
     parameters: dict[str, tuple[str, str]] = {}
     properties: dict[str, Any] = {}
@@ -139,19 +139,19 @@ def offer(family: Family, rng: random.Random) -> Tool:
     required = [parameters[p.slot][0] for p in chosen if not p.optional]
     inner = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": rng.choice(family.about), "parameters": inner}
-    if rng.random() < 0.1:
+    if rng.random() < 0.03:
         del function["description"]
-    if rng.random() < 0.2:  # clients differ in the order of keys
+    if rng.random() < 0.05:  # clients differ in the order of keys
         function, function["parameters"] = _shuffled(function, rng), _shuffled(inner, rng)
     return Tool(family, name, parameters, {"type": "function", "function": function})
 
 
-def values_for(tool: Tool, skeleton: str, rng: random.Random, held_out: bool) -> dict[str, Value]:
-    """Values of the slots of a question; if ``held_out``, half of the open ones are held-out values."""
+def values_for(tool: Tool, skeleton: str, rng: random.Random) -> dict[str, Value]:
+    """Values of the slots of a question."""
     values: dict[str, Value] = {}
     for slot, (_, pool) in tool.parameters.items():
         if "{" + slot + "}" in skeleton:
-            values[slot] = draw(pool, rng, held_out and rng.random() < 0.5, list(values.values()))
+            values[slot] = draw(pool, rng, list(values.values()))
     return values
 
 
@@ -161,9 +161,7 @@ def call(tool: Tool, values: Mapping[str, Value]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, "arguments": arguments}}
 
 
-def result(
-    tool: Tool, values: Mapping[str, Value], rng: random.Random, held_out: bool
-) -> tuple[str, str, tuple[str, ...]]:
+def result(tool: Tool, values: Mapping[str, Value], rng: random.Random) -> tuple[str, str, tuple[str, ...]]:
     """What a tool gives back as text, the sentence that answers with it, and what that sentence must hold."""
     if rng.random() < 0.06:
         error = rng.choice(("not found", "no connection", "timeout", "access denied", "service is down", "bad request"))
@@ -177,7 +175,7 @@ def result(
             value = _evaluate(str(values["expression"].argument))
             texts["expression"] = str(values["expression"].argument)
         else:
-            value = draw(pool, rng, held_out and rng.random() < 0.5)
+            value = draw(pool, rng)
         raw[rng.choice(names.split("|"))] = value.argument
         texts[name] = value.text
         must += [value.text] if "{" + name + "}" in tool.family.answer else []

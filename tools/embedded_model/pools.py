@@ -1,13 +1,12 @@
 """Random values for questions to tools: a text as a user writes it and the argument it stands for.
 
-Owns which values are held out. Values of the open pools are partly made up, so that a model learns to copy them.
+A few are made up, so that a model learns to copy what it has never seen.
 """
 
 from __future__ import annotations
 
 import random
 import tomllib
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +18,7 @@ LISTS: dict[str, list[str]] = {
 }
 UNITS: list[list[str]] = [line.split("|") for line in _FILE["units"].values()]
 
-# Every tenth value of these is never trained on. The other pools are small sets of known words.
-OPEN = {
-    "city",
-    "person",
-    "title",
-    "text",
-    "query",
-    "label",
-    "code",
-    "minutes",
-    "amount",
-    "sides",
-    "number",
-    "expression",
-}
-
+MADE_UP_SHARE = 0.05
 SCHEMAS: dict[str, dict[str, Any]] = {
     "minutes": {"type": "integer"},
     "sides": {"type": "integer"},
@@ -62,17 +46,11 @@ def schema(pool: str) -> dict[str, Any]:
     return dict(SCHEMAS.get(pool, {"type": "string"}))
 
 
-def is_held_out(argument: Any) -> bool:
-    """Whether a value of an open pool is kept from training."""
-    return zlib.crc32(str(argument).lower().encode()) % 10 == 0
-
-
-def draw(pool: str, rng: random.Random, held_out: bool = False, taken: Sequence[Value] = ()) -> Value:
-    """A value of a pool, unlike those ``taken`` before. Open pools: from the held-out part or from the rest."""
+def draw(pool: str, rng: random.Random, taken: Sequence[Value] = ()) -> Value:
+    """A value of a pool, unlike those ``taken`` before."""
     while True:
         value = _draw(pool, rng, taken)
-        is_new = all(value.text != v.text and value.argument != v.argument for v in taken)
-        if is_new and (pool not in OPEN or is_held_out(value.argument) == held_out):
+        if all(value.text != v.text and value.argument != v.argument for v in taken):
             return value
 
 
@@ -104,7 +82,7 @@ def _draw(pool: str, rng: random.Random, taken: Sequence[Value]) -> Value:
 
 
 def _text(pool: str, rng: random.Random, taken: Sequence[Value]) -> str:
-    made_up = rng.random() < 0.35
+    made_up = rng.random() < MADE_UP_SHARE
     if pool in ("state", "scale"):
         return str(rng.choice(SCHEMAS[pool]["enum"]))
     if pool == "unit":

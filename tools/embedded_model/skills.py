@@ -1,7 +1,7 @@
 """What the embedded model learns beside facts: sums, calls of tools, answers from their results, short thoughts.
 
-Each function gives one random Sample. The same seed gives the same samples. With ``held_out`` the phrasings, and
-half of the values, are those that training never uses.
+Each function gives one random Sample. The same seed gives the same samples. With ``held_out`` the phrasings, and the
+pairs of sums, are those that training never uses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from .fact import Fact
 from .families import Family, Tool, call, families, made_up_family, offer, part, result, values_for
-from .pools import Value
+from .pools import MADE_UP_SHARE, Value
 from .sample import Sample
 
 NO_TOOL = "I have no tool for that."
@@ -138,10 +138,10 @@ def _sum_question(rng: random.Random, held_out: bool) -> tuple[str, int, int]:
 
 def _call(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
     requests = _requests(rng, held_out)
-    tools = _offered(rng, requests, 3)
+    tools = _offered(rng, requests, 2)
     head = _system(rng, 0.12)
     if rng.random() < 0.1:
-        head += _exchange(_again(requests[0], rng, held_out), rng, held_out)
+        head += _exchange(_again(requests[0], rng, held_out), rng)
     elif all(t.family.id != "calculator" for t in tools):
         head += _history(rng, 0.08)
     thought = " ".join(r.thought for r in requests) if thinking else ""
@@ -157,7 +157,7 @@ def _answer(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
     sentences: list[str] = []
     must: list[str] = []
     for r in requests:
-        content, sentence, needed = result(r.tool, r.values, rng, held_out)
+        content, sentence, needed = result(r.tool, r.values, rng)
         messages.append({"role": "tool", "content": content})
         sentences.append(sentence)
         must += needed or [sentence]
@@ -191,7 +191,7 @@ def _missing(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
 
 
 def _pick(rng: random.Random) -> Family:
-    return made_up_family(rng) if rng.random() < 0.2 else rng.choice(families())
+    return made_up_family(rng) if rng.random() < MADE_UP_SHARE else rng.choice(families())
 
 
 def _request(family: Family, rng: random.Random, held_out: bool) -> _Request:
@@ -202,7 +202,7 @@ def _request(family: Family, rng: random.Random, held_out: bool) -> _Request:
 def _ask_of(tool: Tool, rng: random.Random, held_out: bool) -> _Request:
     absent = ["{" + p.slot + "}" for p in tool.family.parameters if p.slot not in tool.parameters]
     skeleton = rng.choice([s for s in part(tool.family.ask, held_out) if not any(a in s for a in absent)])
-    return _Request(tool, values_for(tool, skeleton, rng, held_out), skeleton)
+    return _Request(tool, values_for(tool, skeleton, rng), skeleton)
 
 
 def _requests(rng: random.Random, held_out: bool) -> list[_Request]:
@@ -257,7 +257,7 @@ def _others(rng: random.Random, count: int, barred: Sequence[str], near: Tool | 
     chosen = rng.sample(pool, count)
     made_up = near.family if near is not None and near.family.id == "made_up" else None
     for i in range(count):
-        if rng.random() < (0.5 if made_up else 0.15):
+        if rng.random() < (0.5 if made_up else MADE_UP_SHARE):
             chosen[i] = made_up_family(rng, made_up)
     taken = {made_up.names[0]} if made_up else set()
     kept = []
@@ -270,9 +270,9 @@ def _others(rng: random.Random, count: int, barred: Sequence[str], near: Tool | 
     return kept
 
 
-def _exchange(request: _Request, rng: random.Random, held_out: bool) -> list[dict[str, Any]]:
+def _exchange(request: _Request, rng: random.Random) -> list[dict[str, Any]]:
     """An earlier request with its result and answer."""
-    content, sentence, _ = result(request.tool, request.values, rng, held_out)
+    content, sentence, _ = result(request.tool, request.values, rng)
     tool = {"role": "tool", "content": content}
     return [_user(request.text(rng)), _assistant("", "", [request.call]), tool, _assistant(sentence)]
 

@@ -29,13 +29,13 @@ SEED = 2_026
 CONTEXT = 4_096
 BATCH_TOKENS = 2_048  # of one step, padding included
 POOL = 384  # conversations that are sorted by length into batches, so that padding stays small
-MUON_RATE, ADAM_RATE, WARM_STEPS, DECAY_SHARE = 0.006, 1e-3, 60, 0.4
+MUON_RATE, ADAM_RATE, WARM_STEPS, DECAY_SHARE = 0.004, 1e-3, 60, 0.4
 EARLY_SHARE = 0.4  # of the training: few conversations with tools
 HEAD_TOKENS, HEAD_WEIGHT = 6, 3.0  # of an answer
 PROMPT_WEIGHT = 0.3  # of a prompt's tokens: predicting them teaches what belongs together, and to copy
 # Most facts are cut behind the head: what follows is soon known by heart, and the head decides what is said.
-CUT_SHARE, CUT_UNTIL = 0.75, 0.85
-SAVE_SECONDS = 180
+CUT_SHARE, CUT_UNTIL = 0.75, 0.8
+SAVE_SECONDS = 120
 
 
 def model_config(tokenizer: Tokenizer) -> Qwen3_5TextConfig:
