@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from qwen35rt.errors import GenerationFailed
 from qwen35rt.server.fields import LATER
-from qwen35rt.tokenizer import Tokenizer
-from tests.server.chat_server import HI, PATH, ChatServer, Open, opened
+from tests.server.chat_server import HI, PATH, TOOLS
 from tests.server.chat_templates import PLAIN
+from tests.server.conftest import ChatServer, Open
 from tests.server.fake import asynchronous, eventually
-
-CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
-
-
-@pytest.fixture
-def open_chat(tokenizer: Tokenizer) -> Iterator[Open]:
-    with opened(tokenizer) as build:
-        yield build
-
-
-@pytest.fixture
-def chat(open_chat: Open) -> ChatServer:
-    return open_chat()
-
-
-def script(chat: ChatServer, text: str) -> None:
-    """Say this, its tags as the model's own tokens."""
-    ids = chat.engine.tokenizer.encode(text)
-    chat.engine.script = lambda plan: ids
 
 
 @asynchronous
 async def test_form_of_the_answer(chat: ChatServer) -> None:
-    script(chat, "why\n</think>\n\nBecause.")
+    chat.script("why\n</think>\n\nBecause.")
     answer = await chat.ask(model="any", seed=5)
     body = answer.json
     assert body["id"].startswith("chatcmpl-")
@@ -75,7 +54,7 @@ async def test_form_of_the_answer(chat: ChatServer) -> None:
 
 @asynchronous
 async def test_form_of_the_stream(chat: ChatServer) -> None:
-    script(chat, "why\n</think>\n\nBecause.")
+    chat.script("why\n</think>\n\nBecause.")
     events = (await chat.ask(stream=True)).events
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert {(e["object"], e["id"], e["created"], e["model"], e["system_fingerprint"]) for e in events} == {
@@ -336,7 +315,7 @@ async def test_an_empty_prompt(open_chat: Open) -> None:
 
 @asynchronous
 async def test_c41_c46_token_ids_and_timings_in_a_stream(chat: ChatServer) -> None:
-    script(chat, "a</think>b")
+    chat.script("a</think>b")
     answer = await chat.ask(return_token_ids=True, seed=1)
     choice = answer.json["choices"][0]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (
@@ -352,7 +331,7 @@ async def test_c41_c46_token_ids_and_timings_in_a_stream(chat: ChatServer) -> No
 
 @asynchronous
 async def test_c51_a_failure_in_the_stream(chat: ChatServer) -> None:
-    script(chat, "abcdefgh")
+    chat.script("abcdefgh")
     chat.engine.fault = lambda turn, n: GenerationFailed("NaN") if n == 3 else None
     answer = await chat.ask(stream=True)
     last = answer.events[-1]

@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from qwen35rt.tokenizer import Tokenizer
-from tests.server.chat_server import HI, ChatServer, Open, opened
+from tests.server.chat_server import CALL, HI, TOOLS
 from tests.server.chat_templates import QUIET
+from tests.server.conftest import ChatServer, Open
 from tests.server.fake import asynchronous
-
-CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
-
-
-@pytest.fixture
-def open_chat(tokenizer: Tokenizer) -> Iterator[Open]:
-    with opened(tokenizer) as build:
-        yield build
-
-
-@pytest.fixture
-def chat(open_chat: Open) -> ChatServer:
-    return open_chat()
-
-
-def script(chat: ChatServer, text: str) -> None:
-    """Say this, its tags as the model's own tokens."""
-    ids = chat.engine.tokenizer.encode(text)
-    chat.engine.script = lambda plan: ids
 
 
 @asynchronous
 async def test_b58_reasoning_that_the_prompt_opened(chat: ChatServer) -> None:
-    script(chat, "abcdef")
+    chat.script("abcdef")
     message = (await chat.both(max_tokens=3))["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("abc", "abc", "")
-    script(chat, "abc</think>\n\nxyz")
+    chat.script("abc</think>\n\nxyz")
     message = (await chat.both())["message"]
     assert (message["reasoning_content"], message["content"]) == ("abc", "xyz")
 
@@ -52,7 +31,7 @@ async def test_b59_thinking_off_and_on(open_chat: Open, template: str) -> None:
     on = {"role": "assistant", "content": "", "reasoning": "xyz", "reasoning_content": "xyz"}
 
     async def told(chat: ChatServer, **body: Any) -> Any:
-        script(chat, "xyz")
+        chat.script("xyz")
         return (await chat.both(**body))["message"]
 
     chat = open_chat(**given)
@@ -78,7 +57,7 @@ async def test_b59_thinking_off_and_on(open_chat: Open, template: str) -> None:
 @asynchronous
 async def test_a_model_may_open_its_reasoning_itself(open_chat: Open) -> None:
     chat = open_chat(QUIET)
-    script(chat, "<think>\nabc\n</think>\n\nxyz")
+    chat.script("<think>\nabc\n</think>\n\nxyz")
     message = (await chat.both())["message"]
     assert (message["reasoning"], message["content"]) == ("abc", "xyz")
 
@@ -86,7 +65,7 @@ async def test_a_model_may_open_its_reasoning_itself(open_chat: Open) -> None:
 @asynchronous
 async def test_names_of_the_reasoning(open_chat: Open) -> None:
     chat = open_chat(reasoning_field="reasoning")
-    script(chat, "abc</think>xyz")
+    chat.script("abc</think>xyz")
     assert (await chat.both())["message"] == {"role": "assistant", "content": "xyz", "reasoning": "abc"}
     assert (await chat.both(include_reasoning=False))["message"] == {"role": "assistant", "content": "xyz"}
     answer = await chat.ask(include_reasoning=False)
@@ -101,7 +80,7 @@ async def test_names_of_the_reasoning(open_chat: Open) -> None:
 async def test_a_budget_ends_the_reasoning(open_chat: Open) -> None:
     for name in ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"):
         chat = open_chat()
-        script(chat, "abcdefgh")
+        chat.script("abcdefgh")
         message = (await chat.both(**{name: 3}))["message"]
         forced = len(chat.engine.tokenizer.encode("\n</think>\n\n"))
         assert (message["reasoning"], message["content"]) == ("abc", "abcdefgh"[3 + forced :])
@@ -111,14 +90,14 @@ async def test_a_budget_ends_the_reasoning(open_chat: Open) -> None:
     message = (await chat.both(thinking={"type": "enabled", "budget_tokens": 2}))["message"]
     assert message["reasoning"] == "ab"
     told = open_chat(reasoning_budget=2, reasoning_budget_message="Enough.")
-    script(told, "abcdefgh")
+    told.script("abcdefgh")
     assert (await told.both())["message"]["reasoning"] == "abEnough."
     assert (await told.both(thinking_token_budget=-1))["message"]["content"] == ""
 
 
 @asynchronous
 async def test_b62_a_trailing_answer_goes_on(chat: ChatServer) -> None:
-    script(chat, " 42")
+    chat.script(" 42")
     started = [HI, {"role": "assistant", "content": "The answer is"}]
     assert (await chat.both(messages=started))["message"] == {"role": "assistant", "content": " 42"}
     assert chat.text().endswith("</think>\n\nThe answer is")
@@ -134,10 +113,10 @@ async def test_b62_a_trailing_answer_goes_on(chat: ChatServer) -> None:
     fresh = chat.text()
     await chat.ask(messages=[HI, {"role": "assistant", "content": ""}])
     assert chat.text() == fresh
-    script(chat, "more</think>done")
+    chat.script("more</think>done")
     message = (await chat.both(messages=[HI, {"role": "assistant", "reasoning": "so "}]))["message"]
     assert (message["reasoning"], message["content"]) == ("more", "done")
-    script(chat, "y")
+    chat.script("y")
     assert (await chat.both(messages=[HI, {"role": "assistant", "content": "<think>x</think>"}]))["message"] == {
         "role": "assistant",
         "content": "y",
@@ -155,7 +134,7 @@ async def test_b62_a_trailing_answer_goes_on(chat: ChatServer) -> None:
 
 @asynchronous
 async def test_b67_calls_in_both_kinds_of_answer(chat: ChatServer) -> None:
-    script(chat, "why</think>\n\nHi \n" + f"{CALL}\n{CALL}")
+    chat.script("why</think>\n\nHi \n" + f"{CALL}\n{CALL}")
     choice = await chat.both(tools=TOOLS)
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
@@ -169,10 +148,10 @@ async def test_b67_calls_in_both_kinds_of_answer(chat: ChatServer) -> None:
 @asynchronous
 async def test_b73_a_call_in_the_reasoning_is_none(chat: ChatServer) -> None:
     draft = "plan <tool_call>\n<function=f>...</tool_call> done"
-    script(chat, f"{draft}</think>\n\n{CALL}")
+    chat.script(f"{draft}</think>\n\n{CALL}")
     message = (await chat.both(tools=TOOLS))["message"]
     assert (message["reasoning"], len(message["tool_calls"]), message["content"]) == (draft, 1, None)
-    script(chat, draft)
+    chat.script(draft)
     message = (await chat.both(tools=TOOLS))["message"]
     assert (message["reasoning"], message["content"]) == (draft, "")
     assert "tool_calls" not in message
@@ -181,7 +160,7 @@ async def test_b73_a_call_in_the_reasoning_is_none(chat: ChatServer) -> None:
 @asynchronous
 async def test_b72_a_call_that_is_cut_off(chat: ChatServer) -> None:
     text = "</think>" + CALL
-    script(chat, text)
+    chat.script(text)
     whole = len(chat.engine.tokenizer.encode(text))
     for budget in range(3, whole + 1, 5):
         choice = await chat.both(tools=TOOLS, max_tokens=budget)
@@ -202,7 +181,7 @@ def json_or_none(text: str) -> Any:
 @asynchronous
 async def test_b75_tool_choice(chat: ChatServer) -> None:
     call = chat.engine.tokenizer.vocab.index["<tool_call>"]
-    script(chat, "</think>" + CALL)
+    chat.script("</think>" + CALL)
     choice = await chat.both(tools=TOOLS, tool_choice="none")
     assert "tool_calls" not in choice["message"]
     assert chat.plan.banned == {call}
@@ -217,11 +196,11 @@ async def test_b75_tool_choice(chat: ChatServer) -> None:
 
 @asynchronous
 async def test_b77_stops_act_in_the_answers_text_alone(chat: ChatServer) -> None:
-    script(chat, "aXb</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nX\n</parameter>\n</function>\n</tool_call>")
+    chat.script("aXb</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nX\n</parameter>\n</function>\n</tool_call>")
     choice = await chat.both(tools=TOOLS, stop="X")
     assert (choice["finish_reason"], choice["message"]["reasoning"]) == ("tool_calls", "aXb")
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "X"}'
-    script(chat, "aXb</think>\n\ncXd")
+    chat.script("aXb</think>\n\ncXd")
     choice = await chat.both(stop=["X"])
     assert (choice["message"]["content"], choice["stop_reason"]) == ("c", "X")
 
@@ -232,7 +211,7 @@ async def test_b61_an_answer_sent_back_begins_the_next_prompt(chat: ChatServer, 
     """Prompt and generated ids are the beginning of the next prompt, with and without text before the call."""
     for text in (f"Sure.\n\n{CALL}\n{CALL}", CALL, "Sure."):
         wrote = f"I look it up\n</think>\n\n{text}"
-        script(chat, wrote + (space if text == "Sure." else ""))
+        chat.script(wrote + (space if text == "Sure." else ""))
         answer = (await chat.ask(tools=TOOLS)).json["choices"][0]["message"]
         end = chat.engine.tokenizer.vocab.index["<|im_end|>"]
         generated = (*chat.plan.ids, *chat.engine.tokenizer.encode(wrote), end)
