@@ -12,6 +12,7 @@ import pytest
 from qwen35rt.backends.base import Backend, Batch
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.config import ENGINE
+from qwen35rt.engine.result import Delta
 from qwen35rt.engine.scheduler import share_rows
 from qwen35rt.engine.sizes import pool_limits
 from qwen35rt.errors import ConfigError, GenerationFailed, OutOfMemory
@@ -116,6 +117,10 @@ def test_too_few_pages_preempt_the_youngest_and_change_nothing(tiny_dense: Path)
         assert (got.ids, got.text, got.usage) == (want.ids, want.text, want.usage)
         assert got.timings.prompt_n == len(p)
         assert [e and e.id for e in got.prompt_logprobs or ()] == [e and e.id for e in want.prompt_logprobs or ()]
+    for turn, got in zip(turns, results, strict=True):
+        deltas = [e for e in small.events[turn] if isinstance(e, Delta)]
+        assert deltas[0].prompt_logprobs == tuple(got.prompt_logprobs or ())  # as soon as the prompt is computed
+        assert {d.prompt_logprobs for d in deltas[1:]} == {None}
     small.check_all_returned()
 
 

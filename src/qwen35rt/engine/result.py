@@ -80,11 +80,15 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delta:
-    """One part of a running answer: text that is final, and the tokens drawn since the part before."""
+    """One part of a running answer: text that is final, and the tokens drawn since the part before.
+
+    ``prompt_logprobs``: those of the Completion, on the first part of a turn whose plan asked for them.
+    """
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import ENGINE
-from ..engine.result import Completion, Delta
+from ..engine.result import Completion, Delta, TokenLogprob
 from ..engine.sampler import fresh_seed
 from ..errors import ContextLengthExceeded, RequestError
 from ..plan import Plan, make_plan, sampling_params
@@ -182,45 +182,41 @@ class CompletionWriter:
         self._sent_prompt_ids = False
 
     def begin(self) -> list[Json]:
-        # The prompt's log-probabilities come with the result: nothing may go out before them.
+        # With log-probabilities the prompt goes out in one chunk with them, which is the first too.
         return [self._chunk(self._prompt.text)] if self._prompt.text and not self._with_prompt else []
 
     def delta(self, delta: Delta) -> list[Json]:
-        if self._with_prompt:
-            return []
-        self._take(delta)
-        return [self._chunk(delta.text)] if delta.text else []
+        chunks = []
+        if delta.prompt_logprobs is not None:
+            self._add_prompt(delta.prompt_logprobs)
+            chunks.append(self._chunk(self._prompt.text))
+        self._take(delta.ids, delta.logprobs)
+        return [*chunks, self._chunk(delta.text)] if delta.text else chunks
 
     def finish(self, completion: Completion) -> list[Json]:
-        chunks = []
-        if self._with_prompt:
-            self._add_prompt(completion)
-            chunks.append(self._chunk(self._prompt.text))
-            self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
-            if completion.text:
-                chunks.append(self._chunk(completion.text))
         end = self._chunk("", last=True)
-        return [*chunks, end | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}]
+        return [end | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}]
 
     def failed(self) -> Json:
         return self._chunk("") | {"finish_reason": "error"}
 
     def whole(self, completion: Completion) -> Json:
-        self._add_prompt(completion)
-        self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
+        if completion.prompt_logprobs is not None:
+            self._add_prompt(completion.prompt_logprobs)
+        self._take(completion.ids, completion.logprobs or ())
         text = self._prompt.text + completion.text
         choice = self._chunk(text, last=True)
         return choice | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
-    def _add_prompt(self, completion: Completion) -> None:
-        if self._log is not None and completion.prompt_logprobs is not None:
-            prompt = self._prompt
-            self._log.add_prompt(prompt.ids, completion.prompt_logprobs, prompt.unsent, len(prompt.text))
-
-    def _take(self, delta: Delta) -> None:
+    def _add_prompt(self, logprobs: Sequence[TokenLogprob | None]) -> None:
         if self._log is not None:
-            self._log.add(delta.logprobs)
-        self._ids += delta.ids
+            prompt = self._prompt
+            self._log.add_prompt(prompt.ids, logprobs, prompt.unsent, len(prompt.text))
+
+    def _take(self, ids: Iterable[int], logprobs: Iterable[TokenLogprob]) -> None:
+        if self._log is not None:
+            self._log.add(logprobs)
+        self._ids += ids
 
     def _chunk(self, text: str, *, last: bool = False) -> Json:
         self._chars += len(text)
