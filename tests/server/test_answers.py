@@ -241,8 +241,15 @@ async def test_c46_the_form_of_a_stream(server: Server) -> None:
     assert stream.headers["x-accel-buffering"] == "no"
     assert "content-length" not in stream.headers
     assert re.fullmatch(rb"(data: [^\n]+\n\n)+", stream.body)
-    assert all("timings" in e for e in stream.events)
     assert [e["timings"]["predicted_n"] for e in stream.events] == [1, 2, 3, 4, 5, 6, 7]
+    final = stream.events[-1]["timings"]
+    for event in stream.events:
+        told = event["timings"]
+        assert set(told) == TIMING_NAMES
+        for name in ("cache_n", "prompt_n", "prompt_ms", "prompt_per_second", "queue_ms", "ttft_ms"):
+            assert told[name] == final[name], name
+        assert (told["predicted_ms"] is None) == (told["predicted_n"] == 1)
+    assert final["prompt_n"] == 1
     plain = await server.post({"prompt": "a", "stream": True})
     assert ["timings" in e for e in plain.events] == [False] * (len(plain.events) - 1) + [True]
 
