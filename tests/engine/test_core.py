@@ -223,6 +223,20 @@ def test_b86_log_probabilities_of_the_prompt(tiny_dense: Path) -> None:
     assert (done.ids, done.finish_reason, done.usage.completion_tokens) == ([], "length", 0)
 
 
+def test_what_steps_did_is_counted(tiny_dense: Path) -> None:
+    many = fast_rig(tiny_dense, parallel=2, rows=16)
+    many.finish(*(many.add(random_ids(n), max_tokens=3, ignore_eos=True, cache=False) for n in (20, 5)))
+    counters = many.core.counters
+    # 16 rows of the first; its last 4 and the second's; then both decode.
+    assert (many.spy.steps, counters.step_rows) == ([16, 9, 2, 2], {16: 1, 9: 1, 2: 2})
+    assert (counters.steps, counters.rows, counters.turn_steps, counters.longest) == (4, 29, 7, 22)
+    assert many.core.state_bytes == 0
+    many.add(random_ids(40), **ANSWER)
+    many.step()
+    assert many.core.cache.entries == 1
+    assert many.core.state_bytes == 2 * many.spy.state_bytes
+
+
 def test_sizes_hold_all_contexts_and_the_cache_where_memory_allows(tiny_dense: Path) -> None:
     program = open_source(tiny_dense).program
     state, page = program.state.state_bytes(), program.state.page_bytes(ENGINE.page_tokens, 2)
