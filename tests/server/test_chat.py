@@ -226,7 +226,7 @@ async def test_c8_fields_without_effect_are_named(open_chat: Open) -> None:
     chat = open_chat()
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
     answer = await chat.ask(tools=[strict], odd_field=1)
-    assert answer.headers["x-ignored-fields"] == "odd_field, tools.function.strict"
+    assert answer.headers["x-ignored-fields"] == "odd_field, tools[0].function.strict"
     assert (await open_chat(strict_fields=True).refused(odd_field=1))["code"] == "unknown_parameter"
 
 

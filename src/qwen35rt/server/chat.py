@@ -24,6 +24,7 @@ from .record import Record, random_letters
 from .scan import call_form
 from .settings import ServerSettings
 from .tools import ToolUse, read_tools
+from .unknown import first_places, refuse
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -83,8 +84,8 @@ class ChatBody:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of fields that have no effect."""
-        return (*self.body.ignored, *self.tools.ignored)
+        """Paths of fields that have no effect."""
+        return first_places([*self.body.ignored, *self.tools.unknown, *self.tools.ignored])
 
 
 def parse(raw: bytes, settings: ServerSettings) -> ChatBody:
@@ -99,11 +100,14 @@ def parse(raw: bytes, settings: ServerSettings) -> ChatBody:
     if request.chat_template is not None and not settings.allow_request_template:
         raise UnsupportedParameter("this server takes no chat_template from requests", "chat_template")
     conversation = read_messages(request.messages)
+    tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls, settings.max_tools)
+    if settings.strict_fields:
+        refuse(tools.unknown)
     resume, add = _ending(request, conversation)
     return ChatBody(
         body=body,
         conversation=conversation,
-        tools=read_tools(request.tools, request.tool_choice, request.parallel_tool_calls, settings.max_tools),
+        tools=tools,
         variables=template_variables(
             request.chat_template_kwargs,
             request.enable_thinking,

@@ -22,6 +22,14 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None  # S2
 
 
+class ResponseFormat(msgspec.Struct):
+    """``response_format``; only plain text until structured output is built."""
+
+    type: str
+    json_schema: Any = None  # S2, as is the next
+    schema: Any = None
+
+
 class SamplingRequest(msgspec.Struct, kw_only=True):
     """Fields that all generating endpoints share. Types only: ranges are checked where the values mean something."""
 
@@ -44,6 +52,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, Any] | list[Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     skip_special_tokens: bool = True
     cache_prompt: bool | None = None
     return_token_ids: bool = False
@@ -66,7 +75,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 LATER = {
     "grammar": neutral(""),
     "json_schema": neutral(),
-    "response_format": neutral({"type": "text"}),
     "structured_outputs": neutral(),
     "samplers": neutral(),
     "sampler_order": neutral("", "llama"),
@@ -134,6 +142,9 @@ def _check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
         if options.continuous_usage_stats:
             name = "stream_options.continuous_usage_stats"
             raise UnsupportedParameter(f"{name} is not supported by this server", name)
+    form = request.response_format
+    if form is not None and (form.type != "text" or form.json_schema is not None or form.schema is not None):
+        raise UnsupportedParameter("response_format other than text is not supported by this server", "response_format")
     params: dict[str, Any] = request.sampling()
     SamplingParams(**params).validate(most)
 
