@@ -50,6 +50,10 @@ class Counters:
     preemptions: int = 0
     evictions: int = 0
 
+    def reset(self) -> None:
+        """Count from nothing again."""
+        vars(self).update(vars(Counters()))
+
 
 class Core:
     """Runs up to ``parallel`` turns at once; ``cache_bytes`` bound what kept states and their pages take.
