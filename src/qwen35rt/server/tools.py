@@ -42,7 +42,8 @@ def read_tools(
     if tools is not None and len(tools) > limit:
         raise RequestError(f"tools must be a list of at most {limit}", "tools")
     names: dict[str, int] = {}
-    ignored, unknown = [], []
+    ignored: list[str] = []
+    unknown: list[str] = []
     for i, tool in enumerate(tools or ()):
         function = _function(tool, f"tools[{i}]")
         name = function["name"]
