@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -118,13 +119,20 @@ INERT = frozenset(("user", "metadata", "store", "service_tier", "prompt_cache_ke
 FIELDS = Fields(LATER, SECOND, INERT)
 
 
-def check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
-    """Ranges that no vocabulary is needed for; faults carry the name that the client used."""
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults raised inside carry the name that the client used for a field. ``names``: first name -> that one."""
     try:
-        _check_common(request, names)
+        yield
     except RequestError as e:
         e.param = names.get(e.param or "", e.param)
         raise
+
+
+def check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
+    """Ranges that no vocabulary is needed for; faults carry the name that the client used."""
+    with named_as_sent(names):
+        _check_common(request, names)
 
 
 def _check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
