@@ -94,6 +94,7 @@ async def test_series_for_vllm_dashboards(make: Make) -> None:
 @asynchronous
 async def test_series_with_llama_servers_names(make: Make) -> None:
     server = make(metrics_compat=("llamacpp",))
+    assert not [name for name in await samples(server) if name.startswith("llamacpp:") and "seconds" in name]
     await server.post({"prompt": "a", "max_tokens": 3})
     found = await samples(server)
     own = {name.partition(":")[2]: value for name, value in found.items() if name.startswith("llamacpp:")}

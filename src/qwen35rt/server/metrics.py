@@ -199,6 +199,8 @@ class Metrics:
     def request(self, record: Record) -> None:
         """A request has ended, in whatever way."""
         self.count("requests", record.endpoint, str(record.outcome), str(record.status))
+        for reason in record.finish_reasons:
+            self.count("request_success", reason)
         if record.completions:
             self.observe("e2e_request_latency_seconds", record.seconds)
 
@@ -243,7 +245,6 @@ class Metrics:
         def seconds(ms: float | None) -> float | None:
             return None if ms is None else ms / 1e3
 
-        self.count("request_success", completion.finish_reason)
         self.observe("request_prompt_tokens", completion.usage.prompt_tokens)
         self.observe("request_generation_tokens", completion.usage.completion_tokens)
         if timings.ttft_ms is not None:
@@ -279,8 +280,8 @@ class Metrics:
             gauges, counters = _values(_LLAMA_GAUGES, found), _values(_LLAMA_COUNTERS, found)
             for phase, name in (("prompt", "prompt"), ("predicted", "tokens_predicted")):
                 tokens, spent = self._seconds[phase]
-                counters[f"{name}_seconds_total"] = spent
                 if spent:
+                    counters[f"{name}_seconds_total"] = spent
                     gauges[f"{phase}_tokens_seconds"] = tokens / spent
             if found.counters.steps:
                 gauges["n_tokens_max"] = found.counters.longest

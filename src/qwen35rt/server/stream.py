@@ -66,7 +66,9 @@ async def _whole(job: Job, turns: Turns, record: Record) -> Json:
         if isinstance(event, Completion):
             done[index] = event
             record.completions.append(event)
-    return job.whole([done[i] for i in range(len(job.plans))])
+    whole = job.whole([done[i] for i in range(len(job.plans))])
+    record.finish_reasons += [choice["finish_reason"] for choice in whole["choices"]]
+    return whole
 
 
 class EventBody(ResponseBody):
@@ -165,6 +167,7 @@ class _Chunks:
         job = self._job
         self._done[index] = completion
         self._record.completions.append(completion)
+        self._record.finish_reasons.append(choice["finish_reason"])
         chunk = job.envelope([choice], chunk=True) | {
             "on_gpu": completion.on_gpu,
             "timings": completion.timings.as_dict(),
