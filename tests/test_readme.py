@@ -185,7 +185,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("QWEN35RT_")]:
             patch.delenv(name)
-        patch.setenv("QWEN35RT_CACHE", str(folder))
         patch.chdir(folder)
         args = [*shlex.split(command)[2:], "--port", "0", "--log-jsonl", str(folder / "requests.jsonl")]
         with Child(*args) as child:

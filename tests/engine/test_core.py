@@ -12,6 +12,7 @@ import pytest
 from qwen35rt.backends.base import Backend, Batch
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.config import ENGINE
+from qwen35rt.engine.result import Delta
 from qwen35rt.engine.scheduler import share_rows
 from qwen35rt.engine.sizes import pool_limits
 from qwen35rt.errors import ConfigError, GenerationFailed, OutOfMemory
@@ -116,6 +117,10 @@ def test_too_few_pages_preempt_the_youngest_and_change_nothing(tiny_dense: Path)
         assert (got.ids, got.text, got.usage) == (want.ids, want.text, want.usage)
         assert got.timings.prompt_n == len(p)
         assert [e and e.id for e in got.prompt_logprobs or ()] == [e and e.id for e in want.prompt_logprobs or ()]
+    for turn, got in zip(turns, results, strict=True):
+        deltas = [e for e in small.events[turn] if isinstance(e, Delta)]
+        assert deltas[0].prompt_logprobs == tuple(got.prompt_logprobs or ())  # as soon as the prompt is computed
+        assert {d.prompt_logprobs for d in deltas[1:]} == {None}
     small.check_all_returned()
 
 
@@ -216,6 +221,20 @@ def test_b86_log_probabilities_of_the_prompt(tiny_dense: Path) -> None:
         assert entry.logprob == pytest.approx(want[at - 1, ids[at]], abs=1e-4)
         assert [i for i, _ in entry.top] == np.argsort(-want[at - 1])[:2].tolist()
     assert (done.ids, done.finish_reason, done.usage.completion_tokens) == ([], "length", 0)
+
+
+def test_what_steps_did_is_counted(tiny_dense: Path) -> None:
+    many = fast_rig(tiny_dense, parallel=2, rows=16)
+    many.finish(*(many.add(random_ids(n), max_tokens=3, ignore_eos=True, cache=False) for n in (20, 5)))
+    counters = many.core.counters
+    # 16 rows of the first; its last 4 and the second's; then both decode.
+    assert (many.spy.steps, counters.step_rows) == ([16, 9, 2, 2], {16: 1, 9: 1, 2: 2})
+    assert (counters.steps, counters.rows, counters.turn_steps, counters.longest) == (4, 29, 7, 22)
+    assert many.core.state_bytes == 0
+    many.add(random_ids(40), **ANSWER)
+    many.step()
+    assert many.core.cache.entries == 1
+    assert many.core.state_bytes == 2 * many.spy.state_bytes
 
 
 def test_sizes_hold_all_contexts_and_the_cache_where_memory_allows(tiny_dense: Path) -> None:

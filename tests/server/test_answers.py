@@ -14,7 +14,7 @@ from qwen35rt.engine.result import Timings
 from qwen35rt.server.answer import join_timings
 from qwen35rt.tokenizer import Tokenizer
 from tests.server.conftest import Make, Server
-from tests.server.fake import SURE, Exchange, asynchronous
+from tests.server.fake import SURE, Exchange, asynchronous, started
 
 CHUNK_KEYS = {"id", "object", "created", "model", "system_fingerprint", "choices"}
 TIMING_NAMES = {
@@ -241,8 +241,15 @@ async def test_c46_the_form_of_a_stream(server: Server) -> None:
     assert stream.headers["x-accel-buffering"] == "no"
     assert "content-length" not in stream.headers
     assert re.fullmatch(rb"(data: [^\n]+\n\n)+", stream.body)
-    assert all("timings" in e for e in stream.events)
     assert [e["timings"]["predicted_n"] for e in stream.events] == [1, 2, 3, 4, 5, 6, 7]
+    final = stream.events[-1]["timings"]
+    for event in stream.events:
+        told = event["timings"]
+        assert set(told) == TIMING_NAMES
+        for name in ("cache_n", "prompt_n", "prompt_ms", "prompt_per_second", "queue_ms", "ttft_ms"):
+            assert told[name] == final[name], name
+        assert (told["predicted_ms"] is None) == (told["predicted_n"] == 1)
+    assert final["prompt_n"] == 1
     plain = await server.post({"prompt": "a", "stream": True})
     assert ["timings" in e for e in plain.events] == [False] * (len(plain.events) - 1) + [True]
 
@@ -257,6 +264,38 @@ async def test_c54_echo(server: Server, tokenizer: Tokenizer) -> None:
     assert body["choices"][0]["text"] == "he <|im_start|>x to be"
     stream = await server.post({"prompt": text, "echo": True, "stream": True})
     assert stream.events[0]["choices"][0]["text"] == text
+
+
+@asynchronous
+async def test_c54_c58_an_echoed_prompt_with_logprobs_is_the_first_chunk(server: Server, tokenizer: Tokenizer) -> None:
+    """It goes out when the prompt is computed, long before the answer ends, and the answer's text follows live."""
+    server.engine.forever(b"x")
+    server.engine.delay = 0.005
+    body = {"prompt": "hello you", "echo": True, "logprobs": 1, "max_tokens": 100, "stream": True}
+    stream = await started(server.begin(body), 3)
+    assert not stream.task.done()
+    assert len(stream.events) < 50
+    (first,), (second,), (third,) = (e["choices"] for e in stream.events[:3])
+    assert (first["text"], first["finish_reason"]) == ("hello you", None)
+    spelled = [tokenizer.decode([i]) for i in tokenizer.encode("hello you")]
+    assert first["logprobs"]["tokens"] == spelled
+    assert [value is None for value in first["logprobs"]["token_logprobs"]] == [True] + [False] * (len(spelled) - 1)
+    for choice in (second, third):
+        assert (choice["text"], choice["logprobs"]["tokens"]) == ("x", ["x"])
+    await stream.end()
+    assert stream.text == "hello you" + 100 * "x"
+
+
+@asynchronous
+async def test_c54_an_echoed_prompt_comes_once_where_nothing_is_drawn_or_seen(server: Server) -> None:
+    server.engine.say(b"A", b"B")
+    for more in ({"max_tokens": 0}, {"stop": ["AB"]}, {"max_tokens": 1, "stop": ["AB"]}):
+        body = {"prompt": ["hello", "he"], "echo": True, "logprobs": 0, **more}
+        await both(server, body)
+        stream = await server.post(body | {"stream": True})
+        for index, text in enumerate(("hello", "he")):
+            parts = [c["text"] for e in stream.events for c in e["choices"] if c["index"] == index]
+            assert parts[0] == text
 
 
 @asynchronous

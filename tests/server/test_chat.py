@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -205,7 +207,7 @@ async def test_c8_fields_without_effect_are_named(open_chat: Open) -> None:
     chat = open_chat()
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
     answer = await chat.ask(tools=[strict], odd_field=1)
-    assert answer.headers["x-ignored-fields"] == "odd_field, tools.function.strict"
+    assert answer.headers["x-ignored-fields"] == "odd_field, tools[0].function.strict"
     assert (await open_chat(strict_fields=True).refused(odd_field=1))["code"] == "unknown_parameter"
 
 
@@ -354,3 +356,20 @@ async def test_c62_chats_are_counted_and_release_their_places(chat: ChatServer) 
     exchange.leave()
     await exchange.end()
     await eventually(lambda: chat.idle)
+
+
+@asynchronous
+async def test_c62_an_answer_with_calls_is_counted_and_logged_as_what_it_says(
+    chat: ChatServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "qwen35rt.server.record")
+    ids = chat.engine.tokenizer.encode("<tool_call>\n<function=f>\n</function>\n</tool_call>")
+    chat.engine.script = lambda plan: ids
+    bodies: list[dict[str, Any]] = [{"tools": TOOLS}, {"tools": TOOLS, "stream": True}, {"max_tokens": 1}]
+    for body in bodies:
+        assert (await chat.ask(enable_thinking=False, **body)).status == 200
+    told = [record.__dict__["request"]["finish_reason"] for record in caplog.records]
+    assert told == ["tool_calls", "tool_calls", "length"]
+    page = (await chat.get("/metrics")).body.decode()
+    counted = dict(re.findall(r'^qwen35rt:request_success_total\{.*finished_reason="(\w+)".*\} (.+)$', page, re.M))
+    assert counted == {"tool_calls": "2.0", "length": "1.0"}

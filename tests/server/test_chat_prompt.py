@@ -248,6 +248,22 @@ def test_states_are_kept_where_messages_begin() -> None:
     short = prompt(QWEN_RENDERER, system("A"), *[HI, SAID] * 20, HI)
     assert len(short.keep_at) == 4, "a short system prompt is computed again at once"
     assert prompt(PLAIN, HI).keep_at == ()
+    talk = [system("A" * 50, "user"), SAID, *[HI, SAID] * 20, HI]
+    assert len(prompt(QWEN_RENDERER, *talk).keep_at) == 4, "the first message is no system prompt"
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 50}}]
+    with_tools = prompt(QWEN_RENDERER, *talk, tools=tools)
+    other = prompt(QWEN_RENDERER, HI, tools=tools)
+    assert len(with_tools.keep_at) == 5
+    assert with_tools.ids[: with_tools.keep_at[0]] == other.ids[: other.keep_at[0]]
+
+
+@pytest.mark.parametrize("turns", [(HI,), (HI, SAID, HI), (system("A" * 50), *[HI, SAID] * 9, HI)])
+def test_server_and_library_make_one_prompt_and_keep_the_same_states(turns: tuple[dict[str, Any], ...]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 50}}]
+    for given in (None, tools):
+        found = prompt(QWEN_RENDERER, *turns, tools=given)
+        ids, positions = QWEN_RENDERER.template.chat_prompt(TOKENIZER, turns, given)
+        assert (list(found.ids), list(found.keep_at)) == (ids, positions)
 
 
 def test_b61_an_answer_sent_back_continues_the_same_ids() -> None:

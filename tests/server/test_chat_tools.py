@@ -58,7 +58,7 @@ def test_tools_that_are_legal() -> None:
         [named("a.B_c-9" + "x" * 57), {"function": {"name": "g", "description": None}}], "auto", True
     ).calls
     assert read_tools([named("f", strict=True), named("g", strict=True)], None, None).ignored == (
-        "tools.function.strict",
+        "tools[0].function.strict",
     )
     assert read_tools([named("f", strict=False)], None, None).ignored == ()
     assert read_tools([F], "auto", False).one_call

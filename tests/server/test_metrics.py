@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from qwen35rt.engine.core import Counters
 from qwen35rt.server.metrics import series_1_2_5
 from tests.server.conftest import Make, Server
 from tests.server.fake import asynchronous
 
 NAMES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "state_checkpoints", "info"),
-    *("state_checkpoint_bytes", "requests", "request_success", "num_preemptions", "engine_restarts"),
+    *("state_bytes", "state_checkpoint_bytes", "requests", "request_success", "num_preemptions", "engine_restarts"),
     *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
     *("state_restores", "time_to_first_token_seconds", "inter_token_latency_seconds"),
     *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
@@ -91,6 +94,7 @@ async def test_series_for_vllm_dashboards(make: Make) -> None:
 @asynchronous
 async def test_series_with_llama_servers_names(make: Make) -> None:
     server = make(metrics_compat=("llamacpp",))
+    assert not [name for name in await samples(server) if name.startswith("llamacpp:") and "seconds" in name]
     await server.post({"prompt": "a", "max_tokens": 3})
     found = await samples(server)
     own = {name.partition(":")[2]: value for name, value in found.items() if name.startswith("llamacpp:")}
@@ -101,6 +105,50 @@ async def test_series_with_llama_servers_names(make: Make) -> None:
     assert own["predicted_tokens_seconds"] > 0
     assert own["requests_processing"] == own["requests_deferred"] == 0
     assert not [name for name in await samples(make()) if name.startswith("llamacpp:")]
+
+
+def engine_that_did(server: Server, **counts: Any) -> None:
+    """Have the engine say that it did so much."""
+    now = replace(server.engine.snapshot(), counters=Counters(**counts), state_bytes=4096)
+    server.engine.snapshot = lambda: now  # type: ignore[method-assign]
+
+
+@asynchronous
+async def test_rows_of_steps_are_a_histogram(server: Server) -> None:
+    name = "qwen35rt:iteration_tokens_total"
+    assert not [n for n in await samples(server) if n.startswith(name)]
+    engine_that_did(server, steps=5, rows=630, step_rows={1: 2, 8: 1, 100: 1, 520: 1})
+    text = (await server.get("/metrics")).body.decode()
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == name]
+    assert family.type == "histogram"
+    buckets = {s.labels["le"]: s.value for s in family.samples if s.name == f"{name}_bucket"}
+    edges = [1, *(8 << n for n in range(12))]
+    assert list(buckets) == [*(f"{edge}.0" for edge in edges), "+Inf"]
+    assert list(buckets.values()) == [2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 5, 5, 5, 5]
+    found = await samples(server)
+    assert (found[f"{name}_count"], found[f"{name}_sum"]) == (5, 630)
+    assert found["qwen35rt:state_bytes"] == 4096
+
+
+@asynchronous
+async def test_busy_slots_and_longest_sequence_with_llama_servers_names(make: Make) -> None:
+    server = make(metrics_compat=("llamacpp",))
+    names = "llamacpp:n_tokens_max", "llamacpp:n_busy_slots_per_decode"
+    assert not {*names} & {*await samples(server)}
+    engine_that_did(server, steps=4, turn_steps=10, longest=77)
+    found = await samples(server)
+    assert [found[name] for name in names] == [77, 2.5]
+
+
+@asynchronous
+async def test_each_series_says_what_it_is(make: Make) -> None:
+    server = make(metrics_compat=("llamacpp", "vllm"))
+    engine_that_did(server, steps=1, rows=1, step_rows={1: 1}, turn_steps=1, longest=1)
+    await server.post({"prompt": "a"})
+    text = (await server.get("/metrics")).body.decode()
+    for family in text_string_to_metric_families(text):
+        assert len(family.documentation.split()) > 2, family.name
+        assert family.documentation[0].isupper()
 
 
 @asynchronous

@@ -92,3 +92,20 @@ async def test_reports(app: Quart, service: Service) -> None:
     await post(app, {"prompt": "a", "max_tokens": 1})
     snapshot = service.model.engine.snapshot()
     assert (snapshot.running, snapshot.waiting, snapshot.requests) == ((), 0, 0)
+
+
+@asynchronous
+async def test_each_step_counts_its_rows_once_the_server_is_ready(tiny_dense: Path) -> None:
+    settings = ServerSettings(model=str(tiny_dense), ctx_size=512, threads=1, device="cpu", cache_ram=0)
+    service = Service(settings, lambda: open_model(settings))
+    service.start()
+    assert await asyncio.to_thread(service.loaded.wait, 30)
+    assert service.failure is None
+    try:
+        name = b"qwen35rt:iteration_tokens_total_sum"
+        assert name not in service.metrics.text(), "the step that tries the device is not counted"
+        await post(create_app(service), {"prompt": [70] * 20, "max_tokens": 3, "ignore_eos": True})
+        (line,) = [line for line in service.metrics.text().splitlines() if line.startswith(name)]
+        assert line.endswith(b" 22.0")
+    finally:
+        service.close()

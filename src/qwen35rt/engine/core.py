@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,10 +34,13 @@ Events = list[tuple[Turn, Event]]
 
 @dataclass
 class Counters:
-    """What was done since the start; plain sums."""
+    """What was done since the start."""
 
     steps: int = 0
     rows: int = 0
+    step_rows: dict[int, int] = field(default_factory=dict)  # rows -> steps that had so many
+    turn_steps: int = 0  # turns that had rows in a step, summed over steps
+    longest: int = 0  # tokens of the longest sequence
     prompt_tokens: int = 0  # computed
     cached_tokens: int = 0  # taken from kept states
     queried_tokens: int = 0  # of prompts that were looked up
@@ -46,6 +49,10 @@ class Counters:
     restores: int = 0
     preemptions: int = 0
     evictions: int = 0
+
+    def reset(self) -> None:
+        """Count from nothing again."""
+        vars(self).update(vars(Counters()))
 
 
 class Core:
@@ -77,6 +84,11 @@ class Core:
         self.running: list[Session] = []  # in order of arrival
         self._page_tokens = limits.page_tokens
         self._evicted = self.counters.evictions
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the recurrent states in use: those of turns that run and those that are kept."""
+        return (self.slots.count - self.slots.free) * self.executable.state_bytes
 
     def add(self, turn: Turn) -> None:
         """Put a turn behind those that wait."""
@@ -272,6 +284,8 @@ class Core:
         logits, report = self.executable.run(make_batch(work, saves))
         self.counters.steps += 1
         self.counters.rows += first
+        self.counters.step_rows[first] = self.counters.step_rows.get(first, 0) + 1
+        self.counters.turn_steps += len(work)
         at = 0
         for session, rows in work:
             for entry in session.kept:
@@ -286,6 +300,7 @@ class Core:
         _unpin(session.source)
         session.source = None
         session.held += rows
+        self.counters.longest = max(self.counters.longest, session.held)
         turn.stepped(report, session.held)
         self.counters.prompt_tokens += max(0, min(session.held, prompt) - start)
         try:

@@ -65,6 +65,7 @@ class EngineSnapshot:
     requests: int = 0  # that hold a place: running and waiting
     pages: int = 0
     pages_free: int = 0
+    state_bytes: int = 0  # of recurrent states in use
     cache_entries: int = 0
     cache_bytes: int = 0
     cache_limit_bytes: int = 0
@@ -213,7 +214,7 @@ class Engine:
             self.settings.parallel,
             requests=self._places,
             restarts=self.restarts,
-            counters=replace(self.counters),
+            counters=replace(self.counters, step_rows=dict(self.counters.step_rows)),
         )
         if core is None:
             return replace(base, waiting=len(tickets))
@@ -229,6 +230,7 @@ class Engine:
             waiting=max(0, len(tickets) - len(turns)),
             pages=core.pages.count,
             pages_free=core.pages.free,
+            state_bytes=core.state_bytes,
             cache_entries=core.cache.entries,
             cache_bytes=core.cache.bytes,
             cache_limit_bytes=core.cache.limit_bytes,

@@ -33,13 +33,13 @@ class TokenLogprob:
 class Timings:
     """llama-server's names (C43). Milliseconds and tokens per second; None for a phase that did not happen (C44)."""
 
-    cache_n: int
-    prompt_n: int  # without cached tokens
-    prompt_ms: float | None
-    predicted_n: int  # all drawn tokens
-    predicted_ms: float | None  # from the first drawn token to the last
-    queue_ms: float | None
-    ttft_ms: float | None
+    cache_n: int = 0
+    prompt_n: int = 0  # without cached tokens
+    prompt_ms: float | None = None
+    predicted_n: int = 0  # all drawn tokens
+    predicted_ms: float | None = None  # from the first drawn token to the last
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
 
     @property
     def prompt_per_token_ms(self) -> float | None:
@@ -80,11 +80,17 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delta:
-    """One part of a running answer: text that is final, and the tokens drawn since the part before."""
+    """One part of a running answer: text that is final, and the tokens drawn since the part before.
+
+    ``prompt_logprobs``: those of the Completion, on the first part of a turn whose plan asked for them. ``timings``: of
+    the turn up to this part.
+    """
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Turn:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._sent_ids = self._sent_logprobs = 0
+        self._sent_prompt = False
         self._accepted = time.perf_counter() if accepted is None else accepted
         self._first_step = self._first_token = self._last_token = 0.0
         self._cached = self._prefilled = self._draws = self._steps = self._gpu_steps = 0
@@ -202,7 +203,10 @@ class Turn:
             self._text.append(text)
         ids, logprobs = tuple(self._drawn[self._sent_ids :]), tuple(self._logprobs[self._sent_logprobs :])
         self._sent_ids, self._sent_logprobs = len(self._drawn), len(self._logprobs)
-        return Delta(text, ids, logprobs)
+        prompt = None
+        if self.plan.prompt_logprobs and not self._sent_prompt and len(self._prompt_logprobs) == len(self.plan.ids):
+            self._sent_prompt, prompt = True, tuple(self._prompt_logprobs)
+        return Delta(text, ids, logprobs, prompt, self._timings())
 
     def _timings(self) -> Timings:
         def ms(start: float, end: float) -> float | None:

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..config import SERVER_LIMITS
 from ..errors import RequestError
-from .errors import InvalidJson, UnknownParameter, UnsupportedParameter
+from .errors import InvalidJson, UnsupportedParameter
+from .unknown import first_places, refuse, safe_name, unknown_inside, unknown_names
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -29,7 +30,6 @@ _SLICE = 1 << 20
 _NOT_FINITE = re.compile(rb"\b(?:NaN|Infinity)\b")
 _PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _PARAM_CHARS = 128
-_IGNORED_CHARS = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Body(Generic[T]):
-    """``value``: the typed object; ``ignored``: names of unknown fields, safe to show; ``names``: first name of a
+    """``value``: the typed object; ``ignored``: paths of unknown fields, safe to show; ``names``: first name of a
     field -> the one the client used, for errors."""
 
     value: T
@@ -108,15 +108,13 @@ def read_body(
             raise UnsupportedParameter(f"{name} is not supported by this server", name)
     names = _join_names(given, fields.second)
     known = set(kind.__struct_fields__)
-    unknown = [name for name in given if name not in known and name not in fields.inert]
-    ignored = tuple(safe for name in unknown if (safe := _safe_name(name)))[: SERVER_LIMITS.ignored_names]
-    if unknown and strict:
-        shown = ignored[0] if ignored else "?"
-        raise UnknownParameter(f"there is no field {shown}", shown)
+    unknown = list(unknown_names(given, known | fields.inert))
+    if strict:
+        refuse(unknown)
     # null means the default, whatever the field's type.
     values = {name: value for name, value in given.items() if name in known and value is not None}
     try:
-        return Body(msgspec.convert(values, kind), ignored, names)
+        value = msgspec.convert(values, kind)
     except msgspec.ValidationError as e:
         message = str(e)
         match = _PATH.search(message)
@@ -125,6 +123,9 @@ def read_body(
             top = re.split(r"[.\[]", path, maxsplit=1)[0]
             path = (names.get(top, top) + path[len(top) :])[:_PARAM_CHARS]
         raise RequestError(f"{path or 'the body'}: {message[: match.start()] if match else message}", path) from None
+    if strict:
+        refuse(unknown_inside(values, value))
+    return Body(value, first_places([*unknown, *unknown_inside(values, value)]), names)
 
 
 def _join_names(given: dict[str, Any], second: Mapping[str, str]) -> dict[str, str]:
@@ -140,10 +141,6 @@ def _join_names(given: dict[str, Any], second: Mapping[str, str]) -> dict[str, s
         elif present != value or isinstance(present, bool) != isinstance(value, bool):
             raise RequestError(f"{used.get(first, first)} and {name} mean the same and differ", name)
     return used
-
-
-def _safe_name(name: str) -> str:
-    return _IGNORED_CHARS.sub("", name)[: SERVER_LIMITS.ignored_name_chars]
 
 
 def _reason(error: Exception) -> str:
@@ -187,6 +184,6 @@ def _path_of_odd(value: Any) -> str | None:
     for key, inner in items:
         below = _path_of_odd(inner) if isinstance(inner, _Odd | dict | list) else None
         if below is not None:
-            step = f"[{key}]" if isinstance(value, list) else _safe_name(key)
+            step = f"[{key}]" if isinstance(value, list) else safe_name(key)
             return step + ("." if below and not below.startswith("[") else "") + below
     return None

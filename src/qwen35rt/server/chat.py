@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import SAMPLING_LIMITS
-from ..engine.sampler import fresh_seed
-from ..errors import ContextLengthExceeded, RequestError
-from ..plan import make_plan, sampling_params
+from ..errors import RequestError
 from ..tokenizer import read_chat_template
 from .answer import Job
 from .body import Body, Fields, neutral, read_body
 from .chat_answer import AnswerForm, ChatWriter, chat_usage
-from .errors import EmptyPrompt, NoChatTemplate, TokenizerFailed, UnsupportedParameter
-from .fields import INERT, LATER, SECOND, SamplingRequest, check_common
+from .errors import EmptyPrompt, NoChatTemplate, UnsupportedParameter
+from .fields import INERT, LATER, SECOND, SamplingRequest, check_common, named_as_sent
 from .messages import ChatMessage, Conversation, read_messages
 from .model import Loaded
+from .plans import AnswerKind, Planner, check_length, tokenizing
 from .prompt import ChatPrompt, ChatRenderer, RenderOptions
 from .reasoning import Effort, Thinking, banned_ids, chat_defaults, markup_of, template_variables
-from .record import Record, random_letters
+from .record import Record
 from .scan import call_form
 from .settings import ServerSettings
 from .tools import ToolUse, read_tools
+from .unknown import first_places, refuse
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -68,6 +68,9 @@ FIELDS = Fields(
 )
 
 
+_KIND = AnswerKind("chatcmpl-", "chat.completion", "chat.completion.chunk", usage_last=True, usage=chat_usage)
+
+
 @dataclass(frozen=True)
 class ChatBody:
     """A request that passed every check for which no model is needed. ``resume``: its last message goes on;
@@ -83,8 +86,8 @@ class ChatBody:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of fields that have no effect."""
-        return (*self.body.ignored, *self.tools.ignored)
+        """Paths of fields that have no effect."""
+        return first_places([*self.body.ignored, *self.tools.unknown, *self.tools.ignored])
 
 
 def parse(raw: bytes, settings: ServerSettings) -> ChatBody:
@@ -99,11 +102,14 @@ def parse(raw: bytes, settings: ServerSettings) -> ChatBody:
     if request.chat_template is not None and not settings.allow_request_template:
         raise UnsupportedParameter("this server takes no chat_template from requests", "chat_template")
     conversation = read_messages(request.messages)
+    tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls, settings.max_tools)
+    if settings.strict_fields:
+        refuse(tools.unknown)
     resume, add = _ending(request, conversation)
     return ChatBody(
         body=body,
         conversation=conversation,
-        tools=read_tools(request.tools, request.tool_choice, request.parallel_tool_calls, settings.max_tools),
+        tools=tools,
         variables=template_variables(
             request.chat_template_kwargs,
             request.enable_thinking,
@@ -166,12 +172,8 @@ def render(
         resume=chat.resume,
     )
     renderer = _renderer(request, model)
-    try:
+    with tokenizing():
         return renderer.prompt(chat.conversation, options, check)
-    except RequestError:
-        raise
-    except Exception as e:
-        raise TokenizerFailed(f"the tokenizer failed on the prompt ({type(e).__name__}: {str(e)[:200]})") from e
 
 
 def _renderer(request: ChatRequest, model: Loaded) -> ChatRenderer:
@@ -186,47 +188,22 @@ def _renderer(request: ChatRequest, model: Loaded) -> ChatRenderer:
 
 def build(chat: ChatBody, model: Loaded, settings: ServerSettings, record: Record) -> Job:
     """Render, tokenise and check against the model: after this nothing is left that could be refused."""
-    try:
+    # The engine calls messages a prompt.
+    with named_as_sent({**chat.body.names, "prompt": "messages"}):
         return _build(chat, model, settings, record)
-    except RequestError as e:
-        # The engine calls messages a prompt; a field is named as the client did.
-        e.param = "messages" if e.param == "prompt" else chat.body.names.get(e.param or "", e.param)
-        raise
 
 
 def _build(chat: ChatBody, model: Loaded, settings: ServerSettings, record: Record) -> Job:
     request, facts, tools = chat.body.value, model.facts, chat.tools
-
-    def check(text: str) -> None:
-        least = model.fewest_tokens(text)
-        if least >= facts.n_ctx:
-            error = ContextLengthExceeded(least, facts.n_ctx)
-            error.args = (str(error).replace(" has ", " has at least ", 1),)
-            raise error
-
-    prompt = render(chat, model, settings, check)
+    prompt = render(chat, model, settings, lambda text: check_length(model.fewest_tokens(text), facts.n_ctx))
     if not prompt.ids:
         raise EmptyPrompt("the chat template wrote an empty prompt", "messages")
     preset = settings.sampling_preset or facts.preset
     flags, file = chat_defaults(preset, prompt.reasoning, settings.sampling, facts.metadata)
-    params = sampling_params(flags | request.sampling(), file, facts.n_vocab)
-    if params.seed is None or params.seed == -1:
-        params = replace(params, seed=fresh_seed())
-    assert params.seed is not None
-    limit = settings.max_tokens_default if request.max_tokens is None else request.max_tokens
-    limit = -1 if limit is None else limit
-    if 0 <= limit < params.min_tokens:
-        raise RequestError("min_tokens is larger than max_tokens", "min_tokens")
-    plan = make_plan(
+    limit = -1 if settings.max_tokens_default is None else settings.max_tokens_default
+    planner = Planner.of(request, facts, flags, file, limit)
+    plan = planner.plan(
         prompt.ids,
-        params,
-        facts.n_ctx,
-        facts.n_vocab,
-        max_tokens=limit,
-        include_stop=request.include_stop_str_in_output,
-        skip_special=request.skip_special_tokens,
-        cache=request.cache_prompt is not False,
-        warm=limit == 0 and request.cache_prompt is True,
         keep_at=prompt.keep_at,
         banned=banned_ids(model.tokenizer, tools),
         markup=markup_of(model.tokenizer, prompt, tools, chat.budget, settings.reasoning_budget_message),
@@ -242,19 +219,4 @@ def _build(chat: ChatBody, model: Loaded, settings: ServerSettings, record: Reco
         reasoning_field=settings.reasoning_field if request.include_reasoning else "none",
         prompt_ids=plan.ids if request.return_token_ids else None,
     )
-    return Job(
-        id=f"chatcmpl-{random_letters()}",
-        object="chat.completion",
-        chunk_object="chat.completion.chunk",
-        created=record.created,
-        model=facts.id if request.model is None else request.model,
-        fingerprint=facts.fingerprint,
-        seed=params.seed,
-        plans=[plan],
-        writers=[ChatWriter(0, form)],
-        stream=request.stream,
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        usage_last=True,
-        timings_per_token=request.timings_per_token,
-        usage=chat_usage,
-    )
+    return planner.job(_KIND, record, [plan], [ChatWriter(0, form)])

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import ENGINE
-from ..engine.result import Completion, Delta
-from ..engine.sampler import fresh_seed
-from ..errors import ContextLengthExceeded, RequestError
-from ..plan import Plan, make_plan, sampling_params
+from ..engine.result import Completion, Delta, TokenLogprob
+from ..errors import RequestError
+from ..plan import Plan
 from ..tokenizer import Tokenizer
 from .answer import Job, Json
 from .body import Body, read_body
-from .errors import EmptyPrompt, TokenizerFailed
-from .fields import FIELDS, SamplingRequest, check_common
+from .errors import EmptyPrompt
+from .fields import FIELDS, SamplingRequest, check_common, named_as_sent
 from .logprobs import TokenLog
 from .model import Loaded
-from .record import Record, random_letters
+from .plans import AnswerKind, Planner, check_length, tokenizing
+from .record import Record
 from .settings import ServerSettings
 
 Mixed = list[int | str]
+_KIND = AnswerKind("cmpl-qwen35-", "text_completion", "text_completion")
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -74,12 +75,7 @@ def tokenize(model: Loaded, prompt: str | Mixed, special: bool, param: str, echo
     tokenizer, n_ctx = model.tokenizer, model.facts.n_ctx
     parts: Sequence[int | str] = [prompt] if isinstance(prompt, str) else prompt
     bound = sum(1 if isinstance(p, int) else model.fewest_tokens(p) for p in parts)
-    if bound >= n_ctx:
-        exact = all(isinstance(p, int) for p in parts)
-        error = ContextLengthExceeded(bound, n_ctx)
-        if not exact:
-            error.args = (str(error).replace(" has ", " has at least ", 1),)
-        raise error
+    check_length(bound, n_ctx, exact=all(isinstance(p, int) for p in parts))
     vocab = tokenizer.vocab
     unsent = int(vocab.add_bos and vocab.bos is not None and bool(parts) and isinstance(parts[0], str))
     ids = [vocab.bos] if unsent and vocab.bos is not None else []
@@ -90,7 +86,8 @@ def tokenize(model: Loaded, prompt: str | Mixed, special: bool, param: str, echo
                 raise RequestError(f"{where} is no token id: 0 to {tokenizer.n_vocab - 1} are", where)
             ids.append(part)
         else:
-            ids += _encode(tokenizer, part, special)
+            with tokenizing():
+                ids += tokenizer.encode(part, special=special)
     if len(ids) == unsent:
         raise EmptyPrompt("the prompt is empty: it has no tokens", param)
     text = ""
@@ -99,69 +96,25 @@ def tokenize(model: Loaded, prompt: str | Mixed, special: bool, param: str, echo
     return Prompt(ids, unsent, text)
 
 
-def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    try:
-        return tokenizer.encode(text, special=special)
-    except RequestError:
-        raise
-    except Exception as e:
-        raise TokenizerFailed(f"the tokenizer failed on the prompt ({type(e).__name__}: {str(e)[:200]})") from e
-
-
 def build(body: Body[CompletionRequest], model: Loaded, settings: ServerSettings, record: Record) -> Job:
     """Tokenise and check against the model: after this nothing is left that could be refused. Runs off the loop."""
-    try:
+    with named_as_sent(body.names):
         return _build(body.value, model, settings, record)
-    except RequestError as e:
-        e.param = body.names.get(e.param or "", e.param)
-        raise
 
 
 def _build(request: CompletionRequest, model: Loaded, settings: ServerSettings, record: Record) -> Job:
-    facts, tokenizer = model.facts, model.tokenizer
-    params = sampling_params(settings.sampling | request.sampling(), facts.metadata, facts.n_vocab)
-    if params.seed is None or params.seed == -1:
-        params = replace(params, seed=fresh_seed())
-    limit = settings.max_tokens_default if request.max_tokens is None else request.max_tokens
-    if limit is None:
-        limit = ENGINE.max_tokens
-    if 0 <= limit < params.min_tokens:
-        raise RequestError("min_tokens is larger than max_tokens", "min_tokens")
+    limit = ENGINE.max_tokens if settings.max_tokens_default is None else settings.max_tokens_default
+    planner = Planner.of(request, model.facts, settings.sampling, model.facts.metadata, limit)
     prompts = read_prompts(request.prompt, settings.max_prompts)
     plans: list[Plan] = []
     writers = []
     for index, given in enumerate(prompts):
         param = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
         prompt = tokenize(model, given, request.parse_special, param, request.echo)
-        plan = make_plan(
-            prompt.ids,
-            params,
-            facts.n_ctx,
-            facts.n_vocab,
-            max_tokens=limit,
-            include_stop=request.include_stop_str_in_output,
-            skip_special=request.skip_special_tokens,
-            cache=request.cache_prompt is not False,
-            warm=limit == 0 and request.cache_prompt is True,
-            prompt_logprobs=request.echo and request.logprobs is not None,
-        )
+        plan = planner.plan(prompt.ids, prompt_logprobs=request.echo and request.logprobs is not None)
         plans.append(plan)
-        writers.append(CompletionWriter(index, tokenizer, plan, prompt, request))
-    assert params.seed is not None
-    return Job(
-        id=f"cmpl-qwen35-{random_letters()}",
-        object="text_completion",
-        chunk_object="text_completion",
-        created=record.created,
-        model=facts.id if request.model is None else request.model,
-        fingerprint=facts.fingerprint,
-        seed=params.seed,
-        plans=plans,
-        writers=writers,
-        stream=request.stream,
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        timings_per_token=request.timings_per_token,
-    )
+        writers.append(CompletionWriter(index, model.tokenizer, plan, prompt, request))
+    return planner.job(_KIND, record, plans, writers)
 
 
 class CompletionWriter:
@@ -182,45 +135,41 @@ class CompletionWriter:
         self._sent_prompt_ids = False
 
     def begin(self) -> list[Json]:
-        # The prompt's log-probabilities come with the result: nothing may go out before them.
+        # With log-probabilities the prompt goes out in one chunk with them, which is the first too.
         return [self._chunk(self._prompt.text)] if self._prompt.text and not self._with_prompt else []
 
     def delta(self, delta: Delta) -> list[Json]:
-        if self._with_prompt:
-            return []
-        self._take(delta)
-        return [self._chunk(delta.text)] if delta.text else []
+        chunks = []
+        if delta.prompt_logprobs is not None:
+            self._add_prompt(delta.prompt_logprobs)
+            chunks.append(self._chunk(self._prompt.text))
+        self._take(delta.ids, delta.logprobs)
+        return [*chunks, self._chunk(delta.text)] if delta.text else chunks
 
     def finish(self, completion: Completion) -> list[Json]:
-        chunks = []
-        if self._with_prompt:
-            self._add_prompt(completion)
-            chunks.append(self._chunk(self._prompt.text))
-            self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
-            if completion.text:
-                chunks.append(self._chunk(completion.text))
         end = self._chunk("", last=True)
-        return [*chunks, end | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}]
+        return [end | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}]
 
     def failed(self) -> Json:
         return self._chunk("") | {"finish_reason": "error"}
 
     def whole(self, completion: Completion) -> Json:
-        self._add_prompt(completion)
-        self._take(Delta(completion.text, tuple(completion.ids), tuple(completion.logprobs or ())))
+        if completion.prompt_logprobs is not None:
+            self._add_prompt(completion.prompt_logprobs)
+        self._take(completion.ids, completion.logprobs or ())
         text = self._prompt.text + completion.text
         choice = self._chunk(text, last=True)
         return choice | {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
-    def _add_prompt(self, completion: Completion) -> None:
-        if self._log is not None and completion.prompt_logprobs is not None:
-            prompt = self._prompt
-            self._log.add_prompt(prompt.ids, completion.prompt_logprobs, prompt.unsent, len(prompt.text))
-
-    def _take(self, delta: Delta) -> None:
+    def _add_prompt(self, logprobs: Sequence[TokenLogprob | None]) -> None:
         if self._log is not None:
-            self._log.add(delta.logprobs)
-        self._ids += delta.ids
+            prompt = self._prompt
+            self._log.add_prompt(prompt.ids, logprobs, prompt.unsent, len(prompt.text))
+
+    def _take(self, ids: Iterable[int], logprobs: Iterable[TokenLogprob]) -> None:
+        if self._log is not None:
+            self._log.add(logprobs)
+        self._ids += ids
 
     def _chunk(self, text: str, *, last: bool = False) -> Json:
         self._chars += len(text)

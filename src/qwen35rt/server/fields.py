@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,6 +21,14 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # S2
+
+
+class ResponseFormat(msgspec.Struct):
+    """``response_format``; only plain text until structured output is built."""
+
+    type: str
+    json_schema: Any = None  # S2, as is the next
+    schema: Any = None
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -44,6 +53,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, Any] | list[Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     skip_special_tokens: bool = True
     cache_prompt: bool | None = None
     return_token_ids: bool = False
@@ -66,7 +76,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 LATER = {
     "grammar": neutral(""),
     "json_schema": neutral(),
-    "response_format": neutral({"type": "text"}),
     "structured_outputs": neutral(),
     "samplers": neutral(),
     "sampler_order": neutral("", "llama"),
@@ -110,13 +119,20 @@ INERT = frozenset(("user", "metadata", "store", "service_tier", "prompt_cache_ke
 FIELDS = Fields(LATER, SECOND, INERT)
 
 
-def check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
-    """Ranges that no vocabulary is needed for; faults carry the name that the client used."""
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults raised inside carry the name that the client used for a field. ``names``: first name -> that one."""
     try:
-        _check_common(request, names)
+        yield
     except RequestError as e:
         e.param = names.get(e.param or "", e.param)
         raise
+
+
+def check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
+    """Ranges that no vocabulary is needed for; faults carry the name that the client used."""
+    with named_as_sent(names):
+        _check_common(request, names)
 
 
 def _check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
@@ -134,6 +150,9 @@ def _check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
         if options.continuous_usage_stats:
             name = "stream_options.continuous_usage_stats"
             raise UnsupportedParameter(f"{name} is not supported by this server", name)
+    form = request.response_format
+    if form is not None and (form.type != "text" or form.json_schema is not None or form.schema is not None):
+        raise UnsupportedParameter("response_format other than text is not supported by this server", "response_format")
     params: dict[str, Any] = request.sampling()
     SamplingParams(**params).validate(most)
 

@@ -5,7 +5,6 @@ Runs in the loading thread. The only part of the server that knows how an engine
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -151,8 +150,7 @@ def _first_step(engine: Engine, n_ctx: int, n_vocab: int) -> None:
     ended.wait()
     if isinstance(events[-1], Qwen35Error):
         raise BackendError(f"the first step of the model failed: {events[-1]}")
-    for f in dataclasses.fields(engine.counters):
-        setattr(engine.counters, f.name, 0)
+    engine.counters.reset()
 
 
 def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:

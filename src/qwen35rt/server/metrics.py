@@ -5,15 +5,17 @@ Counts of requests come from their records, those of the engine from its snapsho
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .. import __version__
-from ..engine.core import Event
+from ..engine.core import Counters, Event
 from ..engine.engine import EngineSnapshot
 from ..engine.result import Completion, Delta
 from ..plan import Plan
@@ -53,6 +55,7 @@ _TOKEN = (
 )
 _REQUEST = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
 _N = (1, 2, 5, 10, 20)
+_ROWS = (1, *(8 << n for n in range(12)))
 _LABELS = ("model_name", "engine")
 _HISTOGRAMS = {
     "time_to_first_token_seconds": _TTFT,
@@ -66,12 +69,57 @@ _HISTOGRAMS = {
     "request_params_n": _N,
 }
 _TOKEN_COUNTS = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens")
+_HELP = {
+    "num_requests_running": "Turns that have a slot.",
+    "num_requests_waiting": "Turns that wait for a slot.",
+    "kv_cache_usage_perc": "Share of the pages of keys and values in use, 0 to 1.",
+    "state_bytes": "Bytes of recurrent states in use, of running turns and of kept ones.",
+    "state_checkpoints": "States that are kept for later prompts.",
+    "state_checkpoint_bytes": "Bytes of kept states and of their pages.",
+    "info": "What runs here, always 1.",
+    "requests": "Requests that have ended, each once.",
+    "request_success": "Answers that are complete, each choice of a request.",
+    "admission_rejections": "Requests that were not taken, by error code.",
+    "num_preemptions_total": "Turns that gave up their memory and began again.",
+    "engine_restarts_total": "Restarts of the engine after faults.",
+    "prompt_tokens_total": "Prompt tokens that were computed.",
+    "prompt_tokens_cached_total": "Prompt tokens that were taken from kept states.",
+    "generation_tokens_total": "Tokens that were drawn.",
+    "prefix_cache_queries_total": "Tokens of prompts that were looked up among kept states.",
+    "prefix_cache_hits_total": "Tokens of prompts that were found in kept states.",
+    "state_restores_total": "Turns that began from a kept state.",
+    "time_to_first_token_seconds": "From the head of a request to the first token.",
+    "inter_token_latency_seconds": "Between two tokens of a turn.",
+    "request_time_per_output_token_seconds": "Mean time of a turn between two tokens.",
+    "e2e_request_latency_seconds": "From the head of a request to its end.",
+    "request_queue_time_seconds": "From the place in the queue to the first step.",
+    "request_prefill_time_seconds": "From the first step to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+    "request_inference_time_seconds": "From the first step to the last token.",
+    "request_params_n": "Choices that a request asked for.",
+    "request_prompt_tokens": "Prompt tokens of a turn.",
+    "request_generation_tokens": "Completion tokens of a turn.",
+    "request_params_max_tokens": "Tokens that a turn may draw.",
+    "iteration_tokens_total": "Rows of a step, of prompts and of answers.",
+    # llama-server's
+    "prompt_seconds_total": "Seconds in which prompts were computed.",
+    "prompt_tokens_seconds": "Prompt tokens per second.",
+    "tokens_predicted_total": "Tokens that were drawn.",
+    "tokens_predicted_seconds_total": "Seconds in which answers were computed.",
+    "predicted_tokens_seconds": "Tokens per second of answers.",
+    "requests_processing": "Turns that have a slot.",
+    "requests_deferred": "Turns that wait for a slot.",
+    "n_tokens_max": "Tokens of the longest sequence so far.",
+    "n_decode_total": "Steps of the model so far.",
+    "n_busy_slots_per_decode": "Mean number of slots with work in a step.",
+}
 
 _Read = Callable[[EngineSnapshot], float]
 GAUGES: dict[str, _Read] = {
     "num_requests_running": lambda s: len(s.running),
     "num_requests_waiting": lambda s: s.waiting,
     "kv_cache_usage_perc": lambda s: 1 - s.pages_free / s.pages if s.pages else 0.0,
+    "state_bytes": lambda s: s.state_bytes,
     "state_checkpoints": lambda s: s.cache_entries,
     "state_checkpoint_bytes": lambda s: s.cache_bytes,
 }
@@ -151,6 +199,8 @@ class Metrics:
     def request(self, record: Record) -> None:
         """A request has ended, in whatever way."""
         self.count("requests", record.endpoint, str(record.outcome), str(record.status))
+        for reason in record.finish_reasons:
+            self.count("request_success", reason)
         if record.completions:
             self.observe("e2e_request_latency_seconds", record.seconds)
 
@@ -195,7 +245,6 @@ class Metrics:
         def seconds(ms: float | None) -> float | None:
             return None if ms is None else ms / 1e3
 
-        self.count("request_success", completion.finish_reason)
         self.observe("request_prompt_tokens", completion.usage.prompt_tokens)
         self.observe("request_generation_tokens", completion.usage.completion_tokens)
         if timings.ttft_ms is not None:
@@ -208,11 +257,11 @@ class Metrics:
             self.observe("request_inference_time_seconds", (timings.prompt_ms + (timings.predicted_ms or 0.0)) / 1e3)
 
     def _counter(self, name: str, labels: Sequence[str]) -> Counter:
-        return Counter(PREFIX + name, name.replace("_", " "), (*_LABELS, *labels), registry=self._registry)
+        return Counter(PREFIX + name, _HELP[name], (*_LABELS, *labels), registry=self._registry)
 
     def _add_histogram(self, name: str, buckets: Sequence[float]) -> None:
-        text = name.replace("_", " ")
-        self._histograms[name] = Histogram(PREFIX + name, text, _LABELS, buckets=buckets, registry=self._registry)
+        made = Histogram(PREFIX + name, _HELP[name], _LABELS, buckets=buckets, registry=self._registry)
+        self._histograms[name] = made
 
     def engine_series(self) -> Iterator[Metric]:
         """What the engine counts, as it stands now."""
@@ -221,19 +270,22 @@ class Metrics:
         if facts is None or found is None:
             return
         labels = self.labels
-        info = GaugeMetricFamily(
-            PREFIX + "info", "what runs here", labels=(*_LABELS, "version", "device", "isa", "quant")
-        )
+        info = GaugeMetricFamily(PREFIX + "info", _HELP["info"], labels=(*_LABELS, "version", "device", "isa", "quant"))
         info.add_metric((*labels, __version__, facts.device, facts.isa, facts.quant), 1)
         yield info
         yield from _families(PREFIX, labels, _values(GAUGES, found), _values(COUNTERS, found))
+        if found.counters.steps:
+            yield _rows_of_steps(labels, found.counters)
         if "llamacpp" in self._compat:
             gauges, counters = _values(_LLAMA_GAUGES, found), _values(_LLAMA_COUNTERS, found)
             for phase, name in (("prompt", "prompt"), ("predicted", "tokens_predicted")):
                 tokens, spent = self._seconds[phase]
-                counters[f"{name}_seconds_total"] = spent
                 if spent:
+                    counters[f"{name}_seconds_total"] = spent
                     gauges[f"{phase}_tokens_seconds"] = tokens / spent
+            if found.counters.steps:
+                gauges["n_tokens_max"] = found.counters.longest
+                gauges["n_busy_slots_per_decode"] = found.counters.turn_steps / found.counters.steps
             yield from _families("llamacpp:", labels, gauges, counters)
 
 
@@ -246,9 +298,20 @@ def _families(
 ) -> Iterator[Metric]:
     for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, value in values.items():
-            family = kind(prefix + name, name.replace("_", " "), labels=_LABELS)
+            family = kind(prefix + name, _HELP[name], labels=_LABELS)
             family.add_metric(labels, value)
             yield family
+
+
+def _rows_of_steps(labels: Sequence[str], counters: Counters) -> Metric:
+    name = "iteration_tokens_total"
+    steps = [0] * (len(_ROWS) + 1)
+    for rows, n in counters.step_rows.items():
+        steps[bisect_left(_ROWS, rows)] += n
+    buckets = zip([*(f"{float(edge)}" for edge in _ROWS), "+Inf"], accumulate(steps), strict=True)
+    family = HistogramMetricFamily(PREFIX + name, _HELP[name], labels=_LABELS)
+    family.add_metric(labels, list(buckets), counters.rows)
+    return family
 
 
 class _EngineSeries(Collector):

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from ..config import ENGINE
 from ..errors import TemplateError
 from ..tokenizer import ChatTemplate, Tokenizer
-from ..tokenizer.chat import plain_copy, strings_in
-from ..tokenizer.guard import Guard, pick_breaker
+from ..tokenizer.chat import boundaries, plain_copy, strings_in
+from ..tokenizer.guard import Guard, encode_guarded, pick_breaker
 from .messages import Conversation, TemplateMessage
 from .tags import END_THINK, THINK
 
@@ -26,7 +25,7 @@ RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "self", "loo
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """``source``: of the template. ``text``: what is tokenised. ``keep_at``: positions in ``ids`` where messages begin.
+    """``source``: of the template. ``text``: what is tokenised. ``keep_at``: the ``boundaries`` of ``ids``.
     ``reasoning``: the prompt ends inside an open ``<think>``; ``opening``: right behind that tag."""
 
     source: str
@@ -91,25 +90,17 @@ class _Rendering:
 
     def prompt(self, check: Callable[[str], None]) -> ChatPrompt:
         text = self._continued() if self._options.resume else self._rendered()
-        tokenizer, breaker = self._renderer.tokenizer, self._breaker
-        plain = text.replace(breaker, "")
+        plain = text.replace(self._breaker, "")
         check(plain)
-        ids: list[int] = []
-        tail, last = "", None
-        for piece in tokenizer.cut_control(text):
-            if isinstance(piece, int):
-                ids.append(piece)
-                tail, last = "", piece
-            else:
-                tail = piece.replace(breaker, "")
-                ids += tokenizer.encode(tail)
+        encoded = encode_guarded(self._renderer.tokenizer, text, self._breaker)
+        tail = encoded.tail
         opened = tail.rfind(THINK)
         reasoning = opened >= 0 and opened > tail.rfind(END_THINK)
         return ChatPrompt(
             source=self._renderer.template.source,
             text=plain,
-            ids=tuple(ids),
-            keep_at=_boundaries(ids, last),
+            ids=tuple(encoded.ids),
+            keep_at=tuple(boundaries(encoded, self._conversation.messages, self._options.tools)),
             reasoning=reasoning,
             opening=reasoning and tail.endswith(THINK),
         )
@@ -155,11 +146,3 @@ class _Rendering:
         if self._options.parse_special:
             return plain_copy(value, lambda text: text)
         return plain_copy(value, lambda text: self._renderer.protect(text, self._breaker))
-
-
-def _boundaries(ids: list[int], token: int | None) -> tuple[int, ...]:
-    """Where the control token stands that the last turn begins with: behind a system prompt that is worth it, and
-    behind the last messages."""
-    found = [i for i, other in enumerate(ids) if other == token and i > 0]
-    last = found[-ENGINE.keep_messages :]
-    return tuple(([i for i in found[:1] if i not in last and i >= ENGINE.keep_least]) + last)

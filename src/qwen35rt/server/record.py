@@ -39,7 +39,7 @@ class Record:
     """``arrived``: time.perf_counter() at the arrival of the head. ``endpoint``: the route's pattern, never the path.
     ``body_bytes``: of its body, once that was read. ``headers``: added to the answer, whatever it is. ``outcome`` and
     ``status`` say how it ended; a stream that fails after its status line sets the status that it would have had.
-    ``quiet``: not worth a line in the log."""
+    ``finish_reasons``: those that its choices told. ``quiet``: not worth a line in the log."""
 
     def __init__(self, scope: Message) -> None:
         self.arrived = time.perf_counter()
@@ -55,6 +55,7 @@ class Record:
         self.outcome: Outcome | None = None
         self.headers = {"x-request-id": self.id}
         self.completions: list[Completion] = []
+        self.finish_reasons: list[str] = []
         self.task: asyncio.Task[Any] | None = None  # that handles it
         self._closers: list[Callable[[], None]] = []
 
@@ -178,7 +179,7 @@ def log_fields(record: Record) -> dict[str, Any]:
         "predicted_ms": ms(timings.predicted_ms) if timings else None,
         "ttft_ms": ms(timings.ttft_ms) if timings else None,
         "total_ms": ms(1e3 * record.seconds),
-        "finish_reason": ",".join(c.finish_reason for c in done) or None,
+        "finish_reason": ",".join(record.finish_reasons) or None,
         "on_gpu": all(c.on_gpu for c in done) if done else None,
         "client": record.client,
     }

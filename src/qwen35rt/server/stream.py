@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -15,7 +14,7 @@ from quart import Response
 from quart.wrappers.response import ResponseBody
 
 from ..engine.core import Event
-from ..engine.result import Completion, Delta
+from ..engine.result import Completion, Delta, Timings
 from ..errors import Qwen35Error
 from .answer import Job, Json
 from .errors import describe
@@ -67,7 +66,9 @@ async def _whole(job: Job, turns: Turns, record: Record) -> Json:
         if isinstance(event, Completion):
             done[index] = event
             record.completions.append(event)
-    return job.whole([done[i] for i in range(len(job.plans))])
+    whole = job.whole([done[i] for i in range(len(job.plans))])
+    record.finish_reasons += [choice["finish_reason"] for choice in whole["choices"]]
+    return whole
 
 
 class EventBody(ResponseBody):
@@ -120,7 +121,6 @@ class _Chunks:
         self._ping = settings.sse_ping or None
         self._done: dict[int, Completion] = {}
         self._started = [False] * len(job.writers)
-        self._clocks = [_Clock(record.arrived) for _ in job.writers]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, ready to be written."""
@@ -150,16 +150,15 @@ class _Chunks:
             self._started[index] = True
             choices += writer.begin()
         if isinstance(event, Delta):
-            self._clocks[index].count(len(event.ids))
             choices += writer.delta(event)
-            return b"".join(self._chunk(c, index) for c in choices)
+            return b"".join(self._chunk(c, event.timings) for c in choices)
         *before, terminal = choices + writer.finish(event)
-        return b"".join(self._chunk(c, index) for c in before) + self._terminal(terminal, index, event)
+        return b"".join(self._chunk(c, event.timings) for c in before) + self._terminal(terminal, index, event)
 
-    def _chunk(self, choice: Json, index: int) -> bytes:
+    def _chunk(self, choice: Json, timings: Timings) -> bytes:
         chunk = self._job.envelope([choice], chunk=True)
         if self._job.timings_per_token:
-            chunk["timings"] = self._clocks[index].timings()
+            chunk["timings"] = timings.as_dict()
         if self._job.include_usage:
             chunk["usage"] = None
         return _event(chunk)
@@ -168,6 +167,7 @@ class _Chunks:
         job = self._job
         self._done[index] = completion
         self._record.completions.append(completion)
+        self._record.finish_reasons.append(choice["finish_reason"])
         chunk = job.envelope([choice], chunk=True) | {
             "on_gpu": completion.on_gpu,
             "timings": completion.timings.as_dict(),
@@ -194,31 +194,6 @@ class _Chunks:
         if self._job.include_usage:
             chunk["usage"] = None
         return _event(chunk)
-
-
-class _Clock:
-    """Timings of a turn while it runs, as its events come; phases that have not ended are null."""
-
-    def __init__(self, arrived: float) -> None:
-        self._arrived = arrived
-        self._first: float | None = None
-        self._tokens = 0
-
-    def count(self, tokens: int) -> None:
-        self._first = self._first or time.perf_counter()
-        self._tokens += tokens
-
-    def timings(self) -> Json:
-        if self._first is None:
-            return {"predicted_n": 0, "predicted_ms": None, "ttft_ms": None}
-        ms = 1e3 * (time.perf_counter() - self._first) if self._tokens > 1 else None
-        return {
-            "predicted_n": self._tokens,
-            "predicted_ms": ms,
-            "predicted_per_token_ms": None if ms is None else ms / (self._tokens - 1),
-            "predicted_per_second": None if not ms else 1e3 * (self._tokens - 1) / ms,
-            "ttft_ms": 1e3 * (self._first - self._arrived),
-        }
 
 
 def _event(value: Json) -> bytes:

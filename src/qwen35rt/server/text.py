@@ -13,9 +13,10 @@ from ..tokenizer import Tokenizer
 from . import chat
 from .answer import Json
 from .body import Body, Fields, read_body, read_object
-from .errors import TokenizerFailed
+from .fields import named_as_sent
 from .incoming import note_ignored, read_request
 from .model import Loaded
+from .plans import tokenizing
 from .record import Record
 from .service import Service
 from .settings import ServerSettings
@@ -115,13 +116,8 @@ def _encode(tokenizer: Tokenizer, parts: Sequence[str | int], special: bool, sta
             _check_id(part, tokenizer.n_vocab, f"{param}[{at}]")
             ids.append(part)
             continue
-        try:
+        with named_as_sent({"prompt": param}), tokenizing("text"):
             ids += tokenizer.encode(part, special=special)
-        except RequestError as e:
-            e.param = param
-            raise
-        except Exception as e:
-            raise TokenizerFailed(f"the tokenizer failed on the text ({type(e).__name__}: {str(e)[:200]})") from e
     return ids
 
 

@@ -10,7 +10,10 @@ from typing import Any
 from ..config import SERVER_LIMITS
 from ..errors import RequestError
 from .errors import UnsupportedParameter
+from .unknown import first_places, unknown_names
 
+_TOOL_FIELDS = frozenset(("type", "function"))
+_FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
 _NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_.-")
 
 
@@ -18,7 +21,7 @@ _NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_.-")
 class ToolUse:
     """``tools``: for the template, None where there are none. ``calls``: whether the answer is read for calls;
     ``banned``: the model must not begin one. ``one_call``: the answer ends behind its first call. ``ignored``: paths of
-    fields that have no effect yet.
+    fields that have no effect yet; ``unknown``: of those that have no meaning.
     """
 
     tools: list[dict[str, Any]] | None
@@ -26,6 +29,7 @@ class ToolUse:
     banned: bool = False
     one_call: bool = False
     ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def read_tools(
@@ -38,7 +42,8 @@ def read_tools(
     if tools is not None and len(tools) > limit:
         raise RequestError(f"tools must be a list of at most {limit}", "tools")
     names: dict[str, int] = {}
-    ignored = []
+    ignored: list[str] = []
+    unknown: list[str] = []
     for i, tool in enumerate(tools or ()):
         function = _function(tool, f"tools[{i}]")
         name = function["name"]
@@ -48,11 +53,14 @@ def read_tools(
             )
         names[name] = i
         if function.get("strict"):
-            ignored.append("tools.function.strict")
+            ignored.append(f"tools[{i}].function.strict")
+        unknown += unknown_names(tool, _TOOL_FIELDS, f"tools[{i}]")
+        unknown += unknown_names(function, _FUNCTION_FIELDS, f"tools[{i}].function")
     given = list(tools) if tools else None
+    told = first_places(ignored), first_places(unknown)
     if not _auto(choice, names):
-        return ToolUse(given, calls=False, banned=given is not None, ignored=tuple(dict.fromkeys(ignored)))
-    return ToolUse(given, given is not None, one_call=parallel is False, ignored=tuple(dict.fromkeys(ignored)))
+        return ToolUse(given, False, given is not None, False, *told)
+    return ToolUse(given, given is not None, False, parallel is False, *told)
 
 
 def _function(tool: Any, path: str) -> Mapping[str, Any]:

@@ -198,5 +198,6 @@ class Turns:
 def _size(event: Event) -> int:
     if not isinstance(event, Delta):
         return 0
-    n_logprobs = sum(1 + len(p.top) for p in event.logprobs)
+    logprobs = event.logprobs if event.prompt_logprobs is None else event.logprobs + event.prompt_logprobs
+    n_logprobs = sum(1 if p is None else 1 + len(p.top) for p in logprobs)
     return _CHUNK_BYTES + _CHAR_BYTES * len(event.text) + _ID_BYTES * len(event.ids) + _LOGPROB_BYTES * n_logprobs

@@ -16,7 +16,7 @@ from typing import Any
 from qwen35rt.config import ENGINE, TEMPLATE
 from qwen35rt.errors import ModelFileError, RequestError, TemplateError
 from qwen35rt.tokenizer.base import Tokenizer
-from qwen35rt.tokenizer.guard import Guard, encode_guarded, pick_breaker
+from qwen35rt.tokenizer.guard import Encoded, Guard, encode_guarded, pick_breaker
 from qwen35rt.tokenizer.vocab import Vocab
 
 Message = Mapping[str, Any]
@@ -71,35 +71,15 @@ class ChatTemplate:
             return tokenizer.encode(self.render(messages, tools, add_generation_prompt, **kwargs), special=True)
         given = _variables(messages, tools, kwargs)
         breaker, copy = self._guarded(tokenizer, given)
-        return encode_guarded(tokenizer, self._render(copy, add_generation_prompt, breaker), breaker)
+        return encode_guarded(tokenizer, self._render(copy, add_generation_prompt, breaker), breaker).ids
 
     def chat_prompt(
         self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """The ids of ``render_ids`` that a model answers, and positions in them that later prompts are likely to share:
-        behind the system prompt and tools, and behind each of the last messages, so before the generation prompt too.
-        Each costs one more rendering at most."""
+        """The ids of ``render_ids`` that a model answers, and their ``boundaries``."""
         breaker, copy = self._guarded(tokenizer, _variables(messages, tools, kwargs))
-        text = self._render(copy, True, breaker)
-        ids = encode_guarded(tokenizer, text, breaker)
-        sent: list[Any] = copy["messages"]
-        found = set()
-        for n in range(len(sent), max(0, len(sent) - ENGINE.keep_messages), -1):
-            before = self._try_render({**copy, "messages": sent[:n]}, False, breaker)
-            if before is not None and text.startswith(before):
-                found.add(_position(tokenizer, text, ids, len(before), breaker))
-        head = next((n for n, m in enumerate(sent) if not _leads(m)), len(sent))
-        # Another conversation under the same system prompt, whose text differs from its first letter on.
-        other = self._try_render(
-            {**copy, "messages": [*sent[:head], {"role": "user", "content": breaker}]}, True, breaker
-        )
-        if other is not None:
-            same = _shared(text, other)
-            at = max((same.rfind(tokenizer.vocab.tokens[i]) for i in tokenizer.vocab.control), default=-1)
-            position = _position(tokenizer, text, ids, at, breaker) if at > 0 else 0
-            if position >= ENGINE.keep_least:
-                found.add(position)
-        return ids, sorted(found - {0})
+        encoded = encode_guarded(tokenizer, self._render(copy, True, breaker), breaker)
+        return encoded.ids, boundaries(encoded, copy["messages"], tools)
 
     def _guarded(self, tokenizer: Tokenizer, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """A breaker, and a copy of the variables in which it keeps control tokens from being spelled."""
@@ -108,13 +88,6 @@ class ChatTemplate:
             self._guard = (tokenizer.vocab, Guard(tokenizer.vocab))
         guard = self._guard[1]
         return breaker, plain_copy(given, lambda text: guard.protect(text, breaker))
-
-    def _try_render(self, given: dict[str, Any], add_generation_prompt: bool, breaker: str) -> str | None:
-        """None where the template refuses."""
-        try:
-            return self._render(given, add_generation_prompt, breaker)
-        except TemplateError:
-            return None
 
     def _render(self, given: dict[str, Any], add_generation_prompt: bool, breaker: str | None) -> str:
         import minijinja
@@ -152,32 +125,16 @@ def read_chat_template(metadata: Mapping[str, Any], vocab: Vocab) -> ChatTemplat
     return ChatTemplate(source, {name: vocab.tokens[i] for name, i in names.items() if i is not None})
 
 
-def _leads(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in ("system", "developer")
-
-
-def _shared(a: str, b: str) -> str:
-    """The beginning that two texts share."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return a[:low]
-
-
-def _position(tokenizer: Tokenizer, text: str, ids: list[int], at: int, breaker: str) -> int:
-    """How many of the ``ids`` of a rendered text stand for its first ``at`` characters; 0 where no token ends there."""
-    if at == len(text):
-        return len(ids)
-    if 2 * at > len(text) and any(text.startswith(tokenizer.vocab.tokens[i], at) for i in tokenizer.vocab.control):
-        # Texts are cut at control tokens, so the rest, the shorter part here, has the same ids by itself.
-        rest = encode_guarded(tokenizer, text[at:], breaker)
-        return len(ids) - len(rest) if ids[len(ids) - len(rest) :] == rest else 0
-    before = encode_guarded(tokenizer, text[:at], breaker)
-    return len(before) if ids[: len(before)] == before else 0
+def boundaries(encoded: Encoded, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    """Positions in a chat prompt that later prompts are likely to share, rising: where the control token stands with
+    which the last turn begins. That is behind the system prompt and tools where they are worth it, and behind each of
+    the last messages, so before the answer too."""
+    found = [i for i, token in enumerate(encoded.ids) if token == encoded.control and i > 0]
+    last = found[-ENGINE.keep_messages :]
+    first = messages[0] if messages else None
+    led = bool(tools) or (isinstance(first, Mapping) and first.get("role") in ("system", "developer"))
+    head = [i for i in found[:1] if led and i not in last and i >= ENGINE.keep_least]
+    return head + last
 
 
 class _Raised(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from qwen35rt.errors import RequestError
 from qwen35rt.tokenizer.base import Tokenizer
@@ -59,15 +60,26 @@ class Guard:
         return text
 
 
-def encode_guarded(tokenizer: Tokenizer, text: str, breaker: str) -> list[int]:
-    """Ids of rendered ``text``: unbroken control tokens matched, all between two of them encoded as one piece."""
+class Encoded(NamedTuple):
+    """Ids of a rendered text, its last control token (None: it has none), and the plain text behind that."""
+
+    ids: list[int]
+    control: int | None
+    tail: str
+
+
+def encode_guarded(tokenizer: Tokenizer, text: str, breaker: str) -> Encoded:
+    """Encode rendered ``text``: unbroken control tokens are matched, all between two of them is one piece."""
     ids: list[int] = []
+    control, tail = None, ""
     for piece in tokenizer.cut_control(text):
         if isinstance(piece, int):
             ids.append(piece)
+            control, tail = piece, ""
         else:
-            ids += tokenizer.encode(piece.replace(breaker, ""))
-    return ids
+            tail = piece.replace(breaker, "")
+            ids += tokenizer.encode(tail)
+    return Encoded(ids, control, tail)
 
 
 def _head(token: str, whole: frozenset[str]) -> str:
