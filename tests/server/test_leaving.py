@@ -175,7 +175,33 @@ async def test_c52_the_turn_is_over_before_its_last_chunks_are_read(make: Make) 
 @asynchronous
 async def test_c62_an_end_that_is_never_read_is_no_success(make: Make) -> None:
     server = make(write_timeout=0.15)
-    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 1}, stop_at=b'"text":" "')
+    server.engine.delay = 0.05
+    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 2}, stop_at=b'"text":" "')
     await stream.end()
     assert len(stream.lines) == 1
     assert server.counts() == {("cancelled", "499"): 1}
+
+
+@asynchronous
+async def test_c63_a_body_whose_end_is_never_read_holds_nothing(make: Make) -> None:
+    server = make(write_timeout=0.15)
+    stream = server.begin({"prompt": "a", "stream": True}, stop_at=b"[DONE]")
+    await stream.end()
+    assert stream.messages[-1]["more_body"]
+    assert server.counts() == {("success", "200"): 1}
+
+
+@asynchronous
+async def test_c47_events_that_are_here_leave_together(server: Server) -> None:
+    """A client that was slow gets what has come meanwhile at once, and not more than a bounded piece."""
+    server.engine.forever(b"x")
+    stream = server.begin({"prompt": "a", "max_tokens": 200, "stream": True}, stop_at=b'"text":"x"')
+    await stream.until(lambda: not stream.gate.is_set())
+    await eventually(lambda: server.idle)
+    before = len(stream.messages)
+    stream.go_on()
+    await stream.end()
+    assert stream.text == "x" * 200
+    pieces = [len(m["body"]) for m in stream.messages[before + 1 :]]
+    assert len(pieces) < 30
+    assert max(pieces) < 8192
