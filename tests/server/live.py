@@ -48,9 +48,16 @@ class CountedEngine(FakeEngine):
 
 
 class Live:
-    """A server on 127.0.0.1. ``code`` or ``error``: how its process would have ended; ``exits``: forced ends."""
+    """A server on 127.0.0.1. ``code`` or ``error``: how its process would have ended; ``exits``: forced ends.
+    ``imported``: set when what the application needs is there; None: it is there at once."""
 
-    def __init__(self, service: Service, engine: FakeEngine | None = None, metrics: bool = False) -> None:
+    def __init__(
+        self,
+        service: Service,
+        engine: FakeEngine | None = None,
+        metrics: bool = False,
+        imported: threading.Event | None = None,
+    ) -> None:
         self.service, self.engine = service, engine
         self.lines: list[str] = []
         self.exits: list[int] = []
@@ -60,7 +67,13 @@ class Live:
         self.metrics_url = "" if pages is None else f"http://127.0.0.1:{pages.getsockname()[1]}"
         listener = listen("127.0.0.1", 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # else megabytes fit before anybody waits
-        self.process = Process(service.settings, lambda: service, listener, self.lines.append, pages, self.exits.append)
+
+        def make() -> Service:
+            if imported is not None:
+                imported.wait(20)
+            return service
+
+        self.process = Process(service.settings, make, listener, self.lines.append, pages, self.exits.append)
         self.url = self.process.url
         self.port = int(self.url.rsplit(":", 1)[1])
         self.loop: asyncio.AbstractEventLoop

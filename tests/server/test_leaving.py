@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
 
+from qwen35rt.server import incoming
 from tests.server.conftest import Make, Server
 from tests.server.fake import asynchronous, eventually, started
 
@@ -205,3 +207,25 @@ async def test_c47_events_that_are_here_leave_together(server: Server) -> None:
     pieces = [len(m["body"]) for m in stream.messages[before + 1 :]]
     assert len(pieces) < 30
     assert max(pieces) < 8192
+
+
+@asynchronous
+async def test_bodies_that_come_at_once_are_bounded_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would be too much is refused; the others go on, and what they took is free when they end."""
+    limits = dataclasses.replace(incoming.SERVER_LIMITS, bodies_bytes=1500)
+    monkeypatch.setattr(incoming, "SERVER_LIMITS", limits)
+    server = make(max_body=1000)
+    bodies = server.app.extensions[incoming.BODIES]
+    slow = [server.begin(b" " * 600, complete=False) for _ in range(2)]
+    await eventually(lambda: bodies.held == 1200)
+    refused = await server.begin(b" " * 600, complete=False).end()
+    assert (refused.status, refused.error["code"]) == (503, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (await server.post({"prompt": "a"})).status == 200
+    for request in slow:
+        request.leave()
+        await request.end()
+    assert bodies.held == 0
+    assert (await server.post(b" " * 1001)).status == 413
+    assert bodies.held == 0
+    assert server.counts()["cancelled", "499"] == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +84,46 @@ def test_port_answers_before_the_model_is_loaded(tokenizer: Tokenizer) -> None:
         assert client.get("/readyz").status_code == 200
         server.signal()
         assert server.join() == 0
+
+
+def test_livez_answers_before_the_application_is_imported(tokenizer: Tokenizer) -> None:
+    """Everything else, a foreign Host too, waits for the application and is answered by it."""
+    imported = threading.Event()
+    engine = FakeEngine(tokenizer)
+    with Live(Service(ServerSettings(), lambda: loaded(engine)), engine, imported=imported) as server:
+        try:
+            with server.client(headers={"X-Request-Id": "mine"}) as client:
+                for answer in (client.get("/livez"), client.head("/livez")):
+                    assert answer.status_code == 200
+                    assert answer.headers["X-Request-Id"] == "mine"
+                    assert answer.headers["Content-Length"] == "15"
+                assert client.get("/livez").json() == {"status": "ok"}
+            waiting = [server.connect() for _ in range(3)]
+            waiting[0].sendall(LIVEZ.replace(b"localhost", b"evil.example"))
+            waiting[1].sendall(LIVEZ.replace(b"livez", b"version"))
+            waiting[2].sendall(LIVEZ.replace(b"GET", b"PUT"))
+            for connection in waiting:
+                connection.settimeout(0.1)
+                with pytest.raises(TimeoutError):
+                    connection.recv(1)
+                connection.settimeout(30)
+        finally:
+            imported.set()
+        for connection, status in zip(waiting, (b"403", b"200", b"405"), strict=True):
+            assert connection.recv(4096).split()[1] == status
+            connection.close()
+
+
+def test_nothing_heavy_is_imported_before_connections_are_taken() -> None:
+    code = (
+        "import sys, qwen35rt.cli.serve, qwen35rt.server.listen, qwen35rt.server.run, qwen35rt.server.settings as s;"
+        "s.read_settings({}, None);"
+        "heavy = ('numpy', 'quart', 'werkzeug', 'prometheus_client', 'tokenizers', 'minijinja', 'gguf');"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_ready_line_has_url_model_device_and_reason(start: Start) -> None:
