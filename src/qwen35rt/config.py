@@ -138,6 +138,8 @@ class ServerDefaults:
     keep_alive: float = 5.0  # idle connections and slow headers
     shutdown_timeout: float = 30.0
     backlog: int = 2_048  # connections that wait to be accepted
+    descriptors: int = 65_536  # that the process asks the system for
+    collector: tuple[int, int, int] = (50_000, 20, 50)  # thresholds of Python's collector of cycles
     keep_alive_requests: int = 10_000  # of one connection
     tls_handshake: float = 10.0
     end_timeout: float = 0.8  # streams that are ended at a shutdown may write their last chunk for so long
@@ -151,6 +153,7 @@ class ServerLimits:
     """What one request and one client may take; beyond them a request is refused."""
 
     body_bytes: int = 32 << 20
+    bodies_bytes: int = 256 << 20  # of all bodies that are being received, together; at least the largest one
     header_bytes: int = 16 << 10
     header_fields: int = 100
     json_depth: int = 64

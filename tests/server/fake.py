@@ -80,6 +80,7 @@ class Job:
     script: Iterator[int]
     place: FakePlace
     draws: int = 0
+    request_id: str = ""
 
     def cancel(self) -> None:
         self.turn.cancelled = True
@@ -282,6 +283,11 @@ class Exchange:
         if self._stop_at is not None and self._stop_at in message.get("body", b""):
             self.gate.clear()
         self._news.set()
+
+    def go_on(self) -> None:
+        """The client reads again, to the end."""
+        self._stop_at = None
+        self.gate.set()
 
     def leave(self) -> None:
         """The client closes its connection."""

@@ -9,15 +9,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import httpx
 
 from qwen35rt.engine.engine import EngineSnapshot, RunningTurn, Sink
-from qwen35rt.engine.turn import Turn
 from qwen35rt.plan import Plan
+from qwen35rt.server.incoming import BODIES, Bodies
 from qwen35rt.server.listen import listen
 from qwen35rt.server.model import Loaded
 from qwen35rt.server.run import Process
@@ -32,16 +32,15 @@ TERM = 15
 class CountedEngine(FakeEngine):
     """A scripted engine that tells what it is doing."""
 
-    names: Mapping[Turn, str] = {}
-
     def submit_all(self, plans: Sequence[Plan], sink: Sink, *, request_id: str, **options: Any) -> list[Job]:
         jobs = super().submit_all(plans, sink, request_id=request_id, **options)
-        self.names = {j.turn: request_id for j in jobs} | {t: n for t, n in self.names.items() if not t.finish_reason}
+        for job in jobs:
+            job.request_id = request_id
         return jobs
 
     def snapshot(self) -> EngineSnapshot:
         running = tuple(
-            RunningTurn(self.names[t], len(t.plan.ids), len(t.plan.ids), j.draws, t.paused)
+            RunningTurn(j.request_id, len(t.plan.ids), len(t.plan.ids), j.draws, t.paused)
             for j in list(self.running)
             for t in [j.turn]
         )
@@ -49,9 +48,16 @@ class CountedEngine(FakeEngine):
 
 
 class Live:
-    """A server on 127.0.0.1. ``code`` or ``error``: how its process would have ended; ``exits``: forced ends."""
+    """A server on 127.0.0.1. ``code`` or ``error``: how its process would have ended; ``exits``: forced ends.
+    ``imported``: set when what the application needs is there; None: it is there at once."""
 
-    def __init__(self, service: Service, engine: FakeEngine | None = None, metrics: bool = False) -> None:
+    def __init__(
+        self,
+        service: Service,
+        engine: FakeEngine | None = None,
+        metrics: bool = False,
+        imported: threading.Event | None = None,
+    ) -> None:
         self.service, self.engine = service, engine
         self.lines: list[str] = []
         self.exits: list[int] = []
@@ -61,14 +67,25 @@ class Live:
         self.metrics_url = "" if pages is None else f"http://127.0.0.1:{pages.getsockname()[1]}"
         listener = listen("127.0.0.1", 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # else megabytes fit before anybody waits
-        self.process = Process(service, listener, self.lines.append, pages, self.exits.append)
+
+        def make() -> Service:
+            if imported is not None:
+                imported.wait(20)
+            return service
+
+        self.process = Process(service.settings, make, listener, self.lines.append, pages, self.exits.append)
         self.url = self.process.url
         self.port = int(self.url.rsplit(":", 1)[1])
+        self.loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
+        async def main() -> int:
+            self.loop = asyncio.get_running_loop()
+            return await self.process.main()
+
         try:
-            self.code = asyncio.run(self.process.main())
+            self.code = asyncio.run(main())
         except BaseException as e:
             self.error = e
 
@@ -101,6 +118,14 @@ class Live:
         return self
 
     @property
+    def bodies(self) -> Bodies:
+        """What it holds of bodies."""
+        assert self.process.app is not None
+        found = self.process.app.extensions[BODIES]
+        assert isinstance(found, Bodies)
+        return found
+
+    @property
     def idle(self) -> bool:
         """Nothing is held any more."""
         assert self.engine is not None
@@ -120,9 +145,15 @@ class Live:
         """An HTTP client of this server."""
         return httpx.Client(base_url=self.url, timeout=30, **options)
 
-    def connect(self, body: Any = None, path: str = "/v1/completions", **headers: str) -> socket.socket:
-        """A raw connection on which a request was sent; without ``body`` nothing was."""
-        found = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+    def connect(
+        self, body: Any = None, path: str = "/v1/completions", narrow: bool = False, **headers: str
+    ) -> socket.socket:
+        """A raw connection on which a request was sent; without ``body`` nothing was. ``narrow``: it takes little."""
+        found = socket.socket()
+        if narrow:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        found.settimeout(30)
+        found.connect(("127.0.0.1", self.port))
         if body is not None:
             raw = json.dumps(body).encode()
             lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(raw)}"]

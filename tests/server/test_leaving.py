@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
 
+from qwen35rt.server import incoming
 from tests.server.conftest import Make, Server
 from tests.server.fake import asynchronous, eventually, started
 
@@ -175,7 +177,55 @@ async def test_c52_the_turn_is_over_before_its_last_chunks_are_read(make: Make) 
 @asynchronous
 async def test_c62_an_end_that_is_never_read_is_no_success(make: Make) -> None:
     server = make(write_timeout=0.15)
-    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 1}, stop_at=b'"text":" "')
+    server.engine.delay = 0.05
+    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 2}, stop_at=b'"text":" "')
     await stream.end()
     assert len(stream.lines) == 1
     assert server.counts() == {("cancelled", "499"): 1}
+
+
+@asynchronous
+async def test_c63_a_body_whose_end_is_never_read_holds_nothing(make: Make) -> None:
+    server = make(write_timeout=0.15)
+    stream = server.begin({"prompt": "a", "stream": True}, stop_at=b"[DONE]")
+    await stream.end()
+    assert stream.messages[-1]["more_body"]
+    assert server.counts() == {("success", "200"): 1}
+
+
+@asynchronous
+async def test_c47_events_that_are_here_leave_together(server: Server) -> None:
+    """A client that was slow gets what has come meanwhile at once, and not more than a bounded piece."""
+    server.engine.forever(b"x")
+    stream = server.begin({"prompt": "a", "max_tokens": 200, "stream": True}, stop_at=b'"text":"x"')
+    await stream.until(lambda: not stream.gate.is_set())
+    await eventually(lambda: server.idle)
+    before = len(stream.messages)
+    stream.go_on()
+    await stream.end()
+    assert stream.text == "x" * 200
+    pieces = [len(m["body"]) for m in stream.messages[before + 1 :]]
+    assert len(pieces) < 30
+    assert max(pieces) < 8192
+
+
+@asynchronous
+async def test_bodies_that_come_at_once_are_bounded_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would be too much is refused; the others go on, and what they took is free when they end."""
+    limits = dataclasses.replace(incoming.SERVER_LIMITS, bodies_bytes=1500)
+    monkeypatch.setattr(incoming, "SERVER_LIMITS", limits)
+    server = make(max_body=1000)
+    bodies = server.app.extensions[incoming.BODIES]
+    slow = [server.begin(b" " * 600, complete=False) for _ in range(2)]
+    await eventually(lambda: bodies.held == 1200)
+    refused = await server.begin(b" " * 600, complete=False).end()
+    assert (refused.status, refused.error["code"]) == (503, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (await server.post({"prompt": "a"})).status == 200
+    for request in slow:
+        request.leave()
+        await request.end()
+    assert bodies.held == 0
+    assert (await server.post(b" " * 1001)).status == 413
+    assert bodies.held == 0
+    assert server.counts()["cancelled", "499"] == 2

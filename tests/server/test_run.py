@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from tests.server.fake import FakeEngine, loaded
 from tests.server.live import Live, eventually, failing, live, read_events, reset
 
 Start = Callable[..., Live]
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LONG = {"prompt": "hello", "max_tokens": 100_000, "stream": True}
 
 
@@ -81,6 +84,46 @@ def test_port_answers_before_the_model_is_loaded(tokenizer: Tokenizer) -> None:
         assert client.get("/readyz").status_code == 200
         server.signal()
         assert server.join() == 0
+
+
+def test_livez_answers_before_the_application_is_imported(tokenizer: Tokenizer) -> None:
+    """Everything else, a foreign Host too, waits for the application and is answered by it."""
+    imported = threading.Event()
+    engine = FakeEngine(tokenizer)
+    with Live(Service(ServerSettings(), lambda: loaded(engine)), engine, imported=imported) as server:
+        try:
+            with server.client(headers={"X-Request-Id": "mine"}) as client:
+                for answer in (client.get("/livez"), client.head("/livez")):
+                    assert answer.status_code == 200
+                    assert answer.headers["X-Request-Id"] == "mine"
+                    assert answer.headers["Content-Length"] == "15"
+                assert client.get("/livez").json() == {"status": "ok"}
+            waiting = [server.connect() for _ in range(3)]
+            waiting[0].sendall(LIVEZ.replace(b"localhost", b"evil.example"))
+            waiting[1].sendall(LIVEZ.replace(b"livez", b"version"))
+            waiting[2].sendall(LIVEZ.replace(b"GET", b"PUT"))
+            for connection in waiting:
+                connection.settimeout(0.1)
+                with pytest.raises(TimeoutError):
+                    connection.recv(1)
+                connection.settimeout(30)
+        finally:
+            imported.set()
+        for connection, status in zip(waiting, (b"403", b"200", b"405"), strict=True):
+            assert connection.recv(4096).split()[1] == status
+            connection.close()
+
+
+def test_nothing_heavy_is_imported_before_connections_are_taken() -> None:
+    code = (
+        "import sys, qwen35rt.cli.serve, qwen35rt.server.listen, qwen35rt.server.run, qwen35rt.server.settings as s;"
+        "s.read_settings({}, None);"
+        "heavy = ('numpy', 'quart', 'werkzeug', 'prometheus_client', 'tokenizers', 'minijinja', 'gguf');"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_ready_line_has_url_model_device_and_reason(start: Start) -> None:
@@ -224,6 +267,19 @@ def test_the_rest_ends_with_an_error_chunk(start: Start, how: str) -> None:
     assert server.exits == []
 
 
+def test_a_client_that_does_not_read_holds_the_end_up_for_a_moment_only(start: Start) -> None:
+    server = start(max_stream_buffer=32 << 10)
+    engine = engine_of(server)
+    engine.forever(b"longer")
+    blocked = server.connect(LONG, narrow=True)
+    eventually(lambda: any(job.turn.paused for job in list(engine.running)), 15)
+    server.signal()
+    server.signal()
+    assert server.join() == 0
+    assert server.exits == []
+    blocked.close()
+
+
 def test_third_signal_ends_the_process_at_once(start: Start) -> None:
     server = start(delay=0.02)
     for _ in range(2):
@@ -268,13 +324,7 @@ def test_c53_a_client_that_does_not_read_is_given_up_and_slows_nobody(start: Sta
     server = start(parallel=2, write_timeout=0.7, max_stream_buffer=32 << 10)
     engine = engine_of(server)
     engine.forever(b"longer")
-    blocked = socket.socket()
-    blocked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    blocked.connect(("127.0.0.1", server.port))
-    body = json.dumps(LONG).encode()
-    blocked.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
+    blocked = server.connect(LONG, narrow=True)
     eventually(lambda: any(j.turn.paused for j in engine.running), 15)
     answer = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 8}, timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 8
@@ -298,6 +348,23 @@ def test_idle_connections_and_slow_headers_are_closed(start: Start) -> None:
         assert b"200" not in connection.recv(100)
         connection.close()
     assert time.monotonic() - began < 8
+
+
+def test_time_in_which_the_server_is_held_up_is_no_silence_of_its_clients(start: Start) -> None:
+    """A connection whose client was about to ask outlives a stop of the event loop that is longer than --keep-alive;
+    a request that came within the stop is answered too."""
+    server = start(keep_alive=0.5)
+    late, early = server.connect(), server.connect()
+    with server.client() as client:
+        assert client.get("/livez").is_success  # both are accepted by now
+        server.loop.call_soon_threadsafe(time.sleep, 1.5)
+        early.sendall(LIVEZ)
+        assert early.recv(4096).startswith(b"HTTP/1.1 200")
+        late.sendall(LIVEZ)
+        assert late.recv(4096).startswith(b"HTTP/1.1 200")
+        for connection in (early, late):
+            assert connection.recv(4096) == b"", "it is closed when nothing comes"
+            connection.close()
 
 
 def test_slow_body_is_408(start: Start) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .parser import real, whole
 
 if TYPE_CHECKING:
+    from ..server.service import Service
     from ..server.settings import ServerSettings
 
 _SECONDS = real(0, 1e9)
@@ -190,11 +191,9 @@ def main(args: argparse.Namespace) -> int:
                 note(f"warning: whoever can reach {settings.host} can use this server: no API key is set")
             if not settings.model and not settings.hf_repo:
                 note("no model was named: serving the embedded one, which knows this package only")
-            # From here on the imports are heavy; who connects meanwhile waits.
-            from ..server.loading import make_service
             from ..server.run import run
 
-            return run(make_service(settings, lambda: _path(settings)), listeners[0], note, *listeners[1:])
+            return run(settings, lambda: _service(settings), listeners[0], note, *listeners[1:])
     finally:
         logs.stop()
 
@@ -203,6 +202,12 @@ def _listen(host: str, port: int) -> socket.socket:
     from ..server.listen import listen
 
     return listen(host, port)
+
+
+def _service(settings: ServerSettings) -> Service:
+    from ..server.loading import make_service
+
+    return make_service(settings, lambda: _path(settings))
 
 
 def _path(settings: ServerSettings) -> str | None:

@@ -17,7 +17,7 @@ from quart import Quart, Response, request
 from . import chat_routes, completions, health, models, state, text
 from .answer import Json
 from .errors import NotBuiltYet, describe
-from .incoming import note_ignored, read_request, record_of
+from .incoming import BODIES, Bodies, note_ignored, read_request, record_of
 from .record import KEY, Record, Recorder
 from .routes import STAGE_2, STAGE_3
 from .service import Service
@@ -95,6 +95,7 @@ def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
     recorder = Recorder(app.asgi_app, service.metrics)  # type: ignore[arg-type]
     app.asgi_app = recorder  # type: ignore[method-assign, assignment]
     app.extensions["qwen35rt"] = recorder
+    app.extensions[BODIES] = Bodies(settings)
 
     @app.before_request
     async def check() -> Response | None:

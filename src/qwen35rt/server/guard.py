@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
-import re
-import socket
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
@@ -25,9 +22,9 @@ from .errors import (
     RequestTooLarge,
     UnsupportedMedia,
 )
+from .hosts import Hosts
 from .settings import ServerSettings, is_loopback
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::\d{1,5})?")
 _PREFLIGHT_SECONDS = "600"
 
 
@@ -37,8 +34,7 @@ class Guard:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._digests = tuple(_digest(key) for key in sorted(settings.keys()))
-        own = {socket.gethostname().lower()} if settings.loopback else set()
-        self._hosts = frozenset(own | {h.lower() for h in settings.allowed_hosts})
+        self._hosts = Hosts(settings)
         self._origins = frozenset(o.rstrip("/").lower() for o in settings.cors_origins)
 
     @property
@@ -57,8 +53,8 @@ class Guard:
             raise HeadersTooLarge(f"the header is larger than {self._settings.max_header} bytes")
 
     def check_host(self, host: str) -> None:
-        """On loopback binds: a page that has its own name point here must not reach the server."""
-        if self._settings.loopback and not self._known_host(host):
+        """Raise HostNotAllowed unless the host names this server."""
+        if not self._hosts.allowed(host):
             raise HostNotAllowed("the Host header names no host of this server; see --allowed-hosts")
 
     def check_origin(self, origin: str | None) -> dict[str, str]:
@@ -124,19 +120,6 @@ class Guard:
         """``n``: requests in flight, this one included."""
         if n > self._settings.max_open:
             raise QueueFull("too many requests are open")
-
-    def _known_host(self, host: str) -> bool:
-        match = _HOST.fullmatch(host)
-        if match is None:
-            return False
-        name = match[1].strip("[]").lower().rstrip(".")
-        if name in self._hosts or is_loopback(name):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
 
 def _digest(key: str) -> bytes:

@@ -9,9 +9,9 @@ from quart import Response, request
 from .. import __version__
 from ..errors import EngineRestarting, Qwen35Error
 from .answer import Json
-from .errors import describe
+from .errors import HostNotAllowed, describe
 from .metrics import CONTENT_TYPE
-from .record import Record
+from .record import Asgi, Message, Receive, Record, Send
 from .service import Service
 from .stream import json_response
 
@@ -57,3 +57,30 @@ def _reason(service: Service) -> Exception:
     except Qwen35Error as e:
         return e
     return EngineRestarting("the engine is being restarted")
+
+
+def metrics_app(service: Service) -> Asgi:
+    """ASGI application of --metrics-port: the page of metrics, without a key, and nothing else."""
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            status, text = _metrics_page(service, scope)
+            kind = CONTENT_TYPE if status == 200 else "text/plain"
+            headers = [(b"content-type", kind.encode()), (b"content-length", str(len(text)).encode())]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": text})
+
+    return app
+
+
+def _metrics_page(service: Service, scope: Message) -> tuple[int, bytes]:
+    host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+    try:
+        service.guard.check_host(host)
+    except HostNotAllowed as e:
+        return 403, str(e).encode()
+    if scope["path"] != "/metrics":
+        return 404, b"only /metrics is here"
+    if scope["method"] not in ("GET", "HEAD"):
+        return 405, b"only GET is taken"
+    return 200, service.metrics.text()

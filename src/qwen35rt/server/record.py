@@ -32,7 +32,11 @@ _LEFT = 499  # status of a request whose client is gone
 
 def random_letters(n: int = 24) -> str:
     """Letters and digits that nobody can guess."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(n))
+    number, letters = secrets.randbits(8 * n), ""
+    for _ in range(n):
+        number, at = divmod(number, len(_LETTERS))
+        letters += _LETTERS[at]
+    return letters
 
 
 class Record:

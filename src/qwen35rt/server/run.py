@@ -1,13 +1,16 @@
-"""The server's process: listens, loads, says that it is ready, drains and ends. Hypercorn runs in-process.
+"""The server's process: listens, loads, says that it is ready, drains and ends.
 
-Owns sockets, signals and exit codes. Prints nothing: lines for people go to ``notify``.
+Owns sockets, signals and exit codes. Prints nothing: lines for people go to ``notify``. Imports little: connections are
+answered before the application and what the model needs are imported.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -16,19 +19,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
 from ..config import SERVER
 from ..errors import ConfigError
-from .app import create_app
-from .errors import HostNotAllowed
-from .metrics import CONTENT_TYPE
-from .record import Asgi, Message, Receive, Send
-from .service import Service
+from .connections import Connections
+from .front import Front
 from .settings import ServerSettings
+
+if TYPE_CHECKING:
+    from quart import Quart
+
+    from .service import Service
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +47,21 @@ def url_of(listener: socket.socket, settings: ServerSettings) -> str:
     return f"http{'s' if settings.ssl_cert_file else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def run(service: Service, listener: socket.socket, notify: Notify, metrics: socket.socket | None = None) -> int:
+def run(
+    settings: ServerSettings,
+    make: Callable[[], Service],
+    listener: socket.socket,
+    notify: Notify,
+    metrics: socket.socket | None = None,
+) -> int:
     """Serve until a signal or a fault ends it; -> exit code. To be called in the main thread.
 
+    ``make``: imports and builds what is served, called in another thread while connections are taken already.
     ``listener`` and ``metrics`` are closed. Raises the error that kept the model from being loaded, and ConfigError.
     """
-    process = Process(service, listener, notify, metrics)
+    _allow_descriptors()
+    process = Process(settings, make, listener, notify, metrics)
+    process.on_ready = spare_collector
     before = {n: signal.signal(n, process.received) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         return asyncio.run(process.main())
@@ -58,26 +71,29 @@ def run(service: Service, listener: socket.socket, notify: Notify, metrics: sock
 
 
 class Process:
-    """The life of a server around one event loop. ``end``: ends the process at once with an exit code."""
+    """The life of a server around one event loop. ``end``: ends the process at once with an exit code; ``on_ready``:
+    called when the model is loaded."""
 
     def __init__(
         self,
-        service: Service,
+        settings: ServerSettings,
+        make: Callable[[], Service],
         listener: socket.socket,
         notify: Notify,
         metrics: socket.socket | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._service, self._notify, self._end = service, notify, end
-        self.url = url_of(listener, service.settings)
-        apps: list[tuple[socket.socket, Any]] = [(listener, create_app(service))]
+        self._settings, self._make, self._notify, self._end = settings, make, notify, end
+        self.on_ready: Callable[[], None] = lambda: None
+        self.url = url_of(listener, settings)
+        self._front, self._pages = Front(settings), Front(settings)
+        self._servers = [_connections(self._front, listener, settings, tls=True)]
         if metrics is not None:
-            apps.append((metrics, metrics_app(service)))
-        self._servers = [(app, _config(s, service.settings, tls=s is listener)) for s, app in apps]
+            self._servers.append(_connections(self._pages, metrics, settings, tls=False))
         self._received = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signal = asyncio.Event()
-        service.on_failure = lambda error: None  # raised by main
+        self.app: Quart | None = None  # once it is imported
 
     def received(self, number: int, frame: FrameType | None = None) -> None:
         """A signal came, in any thread. The third ends the process at once, even if the event loop hangs."""
@@ -92,33 +108,41 @@ class Process:
         """Serve until the end; -> exit code. Raises what kept the model from being loaded."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_loop_exception)
-        stop = asyncio.Event()
-        servers = [
-            asyncio.create_task(hypercorn_serve(app, config, shutdown_trigger=stop.wait))
-            for app, config in self._servers
-        ]
-        life = asyncio.create_task(self._live())
         code = 1
         try:
-            await asyncio.wait([life, *servers], return_when=asyncio.FIRST_COMPLETED)
-            for server in servers:
-                if server.done():  # it cannot end by itself but by a fault
-                    server.result()
-            code = await life
+            for server in self._servers:
+                await server.start()
+            code = await self._live(await self._start())
             return code
         finally:
-            life.cancel()
             # A step or a client that holds the server up must not keep the process.
             last = threading.Timer(SERVER.exit_timeout, self._end, (code,))
             last.daemon = True
             last.start()
-            stop.set()
-            await asyncio.wait(servers)
+            await asyncio.gather(*(server.stop(SERVER.end_timeout) for server in self._servers))
+            if self.app is not None:
+                await self.app.shutdown()
             last.cancel()
 
-    async def _live(self) -> int:
+    async def _start(self) -> Service:
+        """Build what is served and begin to load the model. Imports hold the loop up for moments only: in a thread."""
+        service, app, pages = await asyncio.to_thread(self._build)
+        service.on_failure = lambda error: None  # raised by _live
+        self.app = app
+        await app.startup()
+        self._front.use(app)  # type: ignore[arg-type]
+        self._pages.use(pages)
+        return service
+
+    def _build(self) -> tuple[Service, Quart, Any]:
+        service = self._make()
+        from .app import create_app
+        from .health import metrics_app
+
+        return service, create_app(service), metrics_app(service)
+
+    async def _live(self, service: Service) -> int:
         """Until the server is to stop; -> exit code. Requests have ended then, or had their time."""
-        service = self._service
         while not service.loaded.is_set():
             if await self._signalled(1, _LOAD_SECONDS):
                 service.draining = True
@@ -126,27 +150,28 @@ class Process:
         if service.failure is not None:
             raise service.failure
         facts = service.model.facts
+        self.on_ready()
         self._notify(f"ready on {self.url}, model {facts.id}, context {facts.n_ctx}, device {_device(service)}")
         while not await self._signalled(1, _WATCH_SECONDS):
             if service.model.engine.state == "failed":
                 self._notify("the engine failed too often; the server ends")
-                await self._until_idle(2, SERVER.end_timeout)
+                await self._until_idle(service, 2, SERVER.end_timeout)
                 return 1
         service.draining = True
-        n, seconds = service.pace.running, service.settings.shutdown_timeout
+        n, seconds = service.pace.running, self._settings.shutdown_timeout
         if n:
             self._notify(f"shutting down: {n} requests may go on for {seconds:g} s; a second signal ends them")
-        if not await self._until_idle(2, seconds):
+        if not await self._until_idle(service, 2, seconds):
             service.halt()
-            await self._until_idle(3, SERVER.end_timeout)
+            await self._until_idle(service, 3, SERVER.end_timeout)
         return 0
 
-    async def _until_idle(self, signals: int, seconds: float) -> bool:
+    async def _until_idle(self, service: Service, signals: int, seconds: float) -> bool:
         """Wait until no generating request is left, so many signals came, or time is over; -> whether none is left."""
         end = time.monotonic() + seconds
-        while self._service.pace.running:
+        while service.pace.running:
             if await self._signalled(signals, 0.02) or time.monotonic() >= end:
-                return not self._service.pace.running
+                return not service.pace.running
         return True
 
     async def _signalled(self, count: int, seconds: float) -> bool:
@@ -167,65 +192,40 @@ def _device(service: Service) -> str:
     return f"{where}: {facts.reason}"
 
 
-def _config(listener: socket.socket, settings: ServerSettings, tls: bool) -> Config:
+def _connections(app: Front, listener: socket.socket, settings: ServerSettings, tls: bool) -> Connections:
     config = Config()
-    config.bind = [f"fd://{listener.detach()}"]
     config.backlog = SERVER.backlog
-    config.workers = 1
     config.accesslog = None  # requests are logged where they are counted
     config.errorlog = logging.getLogger("qwen35rt.server.hypercorn")
     config.include_server_header = False
     config.h11_max_incomplete_size = settings.max_header
+    config.h2_max_header_list_size = settings.max_header
     config.keep_alive_timeout = settings.keep_alive
     config.keep_alive_max_requests = SERVER.keep_alive_requests
-    config.graceful_timeout = SERVER.end_timeout  # requests have ended before the server is stopped
-    config.shutdown_timeout = SERVER.exit_timeout
     if tls and settings.ssl_cert_file is not None:
         config.certfile, config.keyfile = settings.ssl_cert_file, settings.ssl_key_file
         config.alpn_protocols = ["h2", "http/1.1"]
         config.ssl_handshake_timeout = SERVER.tls_handshake
-        try:
-            config.create_ssl_context()
-        except (OSError, ssl.SSLError) as e:
-            raise ConfigError(f"--ssl-cert-file {settings.ssl_cert_file}: {e}") from None
-    return config
-
-
-def metrics_app(service: Service) -> Asgi:
-    """ASGI application of --metrics-port: the page of metrics, without a key, and nothing else."""
-
-    async def app(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        elif scope["type"] == "http":
-            status, text = _metrics_page(service, scope)
-            kind = CONTENT_TYPE if status == 200 else "text/plain"
-            headers = [(b"content-type", kind.encode()), (b"content-length", str(len(text)).encode())]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": text})
-
-    return app
-
-
-def _metrics_page(service: Service, scope: Message) -> tuple[int, bytes]:
-    host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
     try:
-        service.guard.check_host(host)
-    except HostNotAllowed as e:
-        return 403, str(e).encode()
-    if scope["path"] != "/metrics":
-        return 404, b"only /metrics is here"
-    if scope["method"] not in ("GET", "HEAD"):
-        return 405, b"only GET is taken"
-    return 200, service.metrics.text()
+        return Connections(app, listener, config)
+    except (OSError, ssl.SSLError) as e:
+        listener.close()
+        raise ConfigError(f"--ssl-cert-file {settings.ssl_cert_file}: {e}") from None
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
+def _allow_descriptors() -> None:
+    """As many open connections as the system lets a process have: its usual first limit is too low for a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = SERVER.descriptors if hard == resource.RLIM_INFINITY else min(SERVER.descriptors, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def spare_collector() -> None:
+    """What is loaded stays: the collector of cycles need not look at it again, nor come every few objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*SERVER.collector)
 
 
 def _loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from ..config import ENGINE, SAMPLING, SERVER, SERVER_LIMITS, server_environment
-from ..engine.sampler import SamplingParams
 from ..errors import ConfigError, RequestError
 
 SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SAMPLING))  # those that a request and a flag can set
@@ -205,11 +204,13 @@ def _check(settings: ServerSettings) -> None:
         value = getattr(settings, name)
         if value is not None and not value >= low:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; at least {low} is needed")
-    try:
-        defaults = dataclasses.asdict(SAMPLING)
-        SamplingParams(**(defaults | settings.sampling)).validate(1)
-    except RequestError as e:
-        raise ConfigError(f"--{e}") from None
+    if settings.sampling:
+        from ..engine.sampler import SamplingParams  # imports numpy, which a server should not wait for
+
+        try:
+            SamplingParams(**(dataclasses.asdict(SAMPLING) | settings.sampling)).validate(1)
+        except RequestError as e:
+            raise ConfigError(f"--{e}") from None
     if (settings.ssl_cert_file is None) != (settings.ssl_key_file is None):
         raise ConfigError("--ssl-cert-file and --ssl-key-file go together")
     if not settings.loopback and not settings.keys() and not settings.allow_unauthenticated:

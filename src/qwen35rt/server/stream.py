@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 from quart import Response
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+_TOGETHER = 64  # events are written together up to a stream's buffer divided by this
 _HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -77,13 +79,17 @@ class EventBody(ResponseBody):
     def __init__(self, events: AsyncIterator[bytes], turns: Turns, record: Record, timeout: float) -> None:
         self._events, self._turns, self._record, self._timeout = events, turns, record, timeout
         self._watch: asyncio.TimerHandle | None = None
+        record.at_end(self._disarm)
 
     async def __aenter__(self) -> EventBody:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        self._disarm()
+    async def __aexit__(self, kind: object, *error: object) -> None:
         self._turns.close()
+        if kind is None:  # the body's end is still to be written; all that was asked for is out (C63)
+            self._arm(lambda task: task.cancel())
+        else:
+            self._disarm()
 
     def __aiter__(self) -> EventBody:
         return self
@@ -92,18 +98,22 @@ class EventBody(ResponseBody):
         self._disarm()
         await asyncio.sleep(0)  # events that are here already must not keep the loop from others and from a lost client
         data = await anext(self._events)
+        self._arm(self._give_up)
+        return data
+
+    def _arm(self, end: Callable[[asyncio.Task[Any]], object]) -> None:
+        """From here until the next call the framework is writing."""
+        self._disarm()
         task = asyncio.current_task()
         assert task is not None
-        # From here until the next call the framework is writing.
-        self._watch = asyncio.get_running_loop().call_later(self._timeout, self._give_up, task)
-        return data
+        self._watch = asyncio.get_running_loop().call_later(self._timeout, end, task)
 
     def _disarm(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
 
-    def _give_up(self, task: asyncio.Task[object]) -> None:
+    def _give_up(self, task: asyncio.Task[Any]) -> None:
         log.info("request %s: the client does not read", self._record.id)
         self._record.leave()
         self._turns.close()
@@ -119,27 +129,39 @@ class _Chunks:
         self._job, self._turns, self._record = job, turns, record
         self._first = first
         self._ping = settings.sse_ping or None
+        self._together = settings.max_stream_buffer // _TOGETHER
         self._done: dict[int, Completion] = {}
         self._started = [False] * len(job.writers)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, ready to be written."""
+        """Server-sent events, ready to be written: those that are here together, so that a busy server writes less."""
         if self._first is None:
             yield PING
+        found = self._first
+        data = b""
         try:
-            found = self._first
-            while len(self._done) < len(self._job.plans):
+            while not self._complete:
                 found = found or await self._turns.next(self._ping)
                 data = PING if found is None else self._write(*found)
+                while len(data) < self._together and not self._complete:
+                    found = await self._turns.next(0)
+                    if found is None:
+                        break
+                    data += self._write(*found)
                 found = None
                 if data:
                     yield data
+                    data = b""
         except Exception as error:
             # The status line is out: the failure becomes the last chunk (C51).
             if not isinstance(error, Qwen35Error):
                 log.exception("request %s failed in its stream", self._record.id)
             self._turns.close()
-            yield self._failure(error)
+            yield data + self._failure(error)
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._done) == len(self._job.plans)
 
     def _write(self, index: int, event: Event) -> bytes:
         if isinstance(event, Qwen35Error):

@@ -106,6 +106,7 @@ class Turns:
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[int, Event]] = deque()
+        self._given: list[tuple[int, Event]] = []  # by the engine's thread, not yet taken by the loop
         self._arrived = asyncio.Event()
         self._running = len(plans)
         self._lock = threading.Lock()  # guards the two counts that both threads change
@@ -113,6 +114,11 @@ class Turns:
         self._paused = self._closed = False
         self._tickets: Sequence[Ticket] = ()
         self._tickets = engine.submit_all(plans, self._sink, accepted=accepted, request_id=request_id, place=place)
+
+    @property
+    def held_bytes(self) -> int:
+        """What waits for the client, roughly."""
+        return self._bytes
 
     async def __aenter__(self) -> Turns:
         return self
@@ -173,8 +179,12 @@ class Turns:
             if not self._deltas:
                 return
             self._hold_back(event)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._take, index, event)
+        with self._lock:
+            first = not self._given
+            self._given.append((index, event))
+        if first:  # else the loop has not come to the last ones yet and takes this one with them
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._take)
 
     def _hold_back(self, delta: Delta) -> None:
         """Pause where a reader is far behind. Done in the engine's thread: the event loop may be behind as well."""
@@ -186,13 +196,13 @@ class Turns:
             for ticket in self._tickets:
                 ticket.pause()
 
-    def _take(self, index: int, event: Event) -> None:
-        if not isinstance(event, Delta):
-            self._running -= 1
-        if self._closed:
-            return
-        self._events.append((index, event))
-        self._arrived.set()
+    def _take(self) -> None:
+        with self._lock:
+            given, self._given = self._given, []
+        self._running -= sum(not isinstance(event, Delta) for _, event in given)
+        if not self._closed:
+            self._events.extend(given)
+            self._arrived.set()
 
 
 def _size(event: Event) -> int:
