@@ -153,10 +153,10 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def make(servers: Servers, tokenizer: Tokenizer) -> Make:
-    """Build servers: settings by name, ``facts`` of the model, ``of`` another tokenizer."""
+    """Build servers: the model's context, ``facts`` of it, settings by name, ``of`` another tokenizer."""
 
-    def build(*, of: Tokenizer | None = None, **options: Any) -> Server:
-        return servers.open(Server, of or tokenizer, None, 256, **options)
+    def build(*, of: Tokenizer | None = None, n_ctx: int = 256, **options: Any) -> Server:
+        return servers.open(Server, of or tokenizer, None, n_ctx, **options)
 
     return build
 

@@ -132,7 +132,7 @@ async def test_c63_closing_after_the_terminal_chunk_is_a_success(server: Server)
 
 @asynchronous
 async def test_c53_a_client_that_does_not_read_pauses_its_own_turn(make: Make) -> None:
-    server = make(max_stream_buffer=4096, facts={"n_ctx": 4000})
+    server = make(max_stream_buffer=4096, n_ctx=4000)
     server.engine.forever(b"x")
     stream = server.begin({"prompt": "a", "n_predict": -1, "stream": True})
     await started(stream, 1)
@@ -152,7 +152,7 @@ async def test_c53_a_client_that_does_not_read_pauses_its_own_turn(make: Make) -
 
 @asynchronous
 async def test_c53_a_client_that_never_reads_is_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    server = make(write_timeout=0.15, max_stream_buffer=4096, facts={"n_ctx": 4000})
+    server = make(write_timeout=0.15, max_stream_buffer=4096, n_ctx=4000)
     server.engine.forever(b"x")
     stream = await started(server.begin({"prompt": "a", "n_predict": -1, "stream": True}))
     stream.gate.clear()
