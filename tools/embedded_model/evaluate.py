@@ -2,9 +2,10 @@
 
     python -m tools.embedded_model.evaluate model.gguf [--each N] [--show]
 
-Facts: every held-out question and some held-out expansions of each fact; right if the answer holds what the fact says
-it must. Calls: right if text, name and arguments are those that were asked for. An answer that runs into the limit
-has no end. Greedy; exit code 1 if a goal is missed.
+Facts: some phrasings of each that its skeletons make and training never drew, and apart from them ("in other words")
+its questions that no skeleton makes; right if the answer holds what the fact says it must. Calls: right if text, name
+and arguments are those that were asked for. An answer that runs into the limit has no end. Greedy; exit code 1 if a
+goal is missed.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class Score:
 
 
 def questions(corpus: Corpus, each: int, seed: int) -> Iterator[tuple[str, Sample]]:
-    """(kind, conversation): of each fact every held-out question and ``each`` expansions; ``each`` x 20 of a skill."""
+    """(kind, conversation): ``each`` held-out phrasings of a fact and its own questions; ``each`` x 20 of a skill."""
     rng = random.Random(seed)
     for fact in corpus.facts:
         kind = "unknown" if fact in corpus.unknown else "fact"
-        for question in [*fact.held_out, *_expansions(fact, each, rng)]:
+        asked = [(kind, q) for q in _phrasings(fact, each, rng)]
+        for name, question in [*asked, *((f"{kind}, in other words", q) for q in fact.held_out)]:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": fact.say[0]}]
-            yield kind, Sample("fact", messages, must=fact.must)
+            yield name, Sample("fact", messages, must=fact.must)
     for skill in SKILLS:
         for _ in range(20 * each):
             yield skill, corpus.skill_sample(skill, rng, held_out=True)
@@ -87,16 +89,16 @@ def judge(model: qwen35rt.Model, corpus: Corpus, each: int, seed: int) -> Score:
     return score
 
 
-def _expansions(fact: Fact, each: int, rng: random.Random) -> list[str]:
-    drawn = (disguise(fact.question(rng, held_out=True), rng) for _ in range(4 * each))
-    return [q for q in dict.fromkeys(drawn) if q not in fact.held_out][:each]
+def _phrasings(fact: Fact, each: int, rng: random.Random) -> list[str]:
+    drawn = dict.fromkeys(fact.question(rng, held_out=True) for _ in range(4 * each))
+    return [disguise(q, rng) for q in drawn if q not in fact.held_out][:each]
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--each", type=int, default=3, help="held-out expansions of each fact (default: 3)")
+    parser.add_argument("--each", type=int, default=3, help="held-out phrasings of each fact (default: 3)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--show", action="store_true", help="print wrong answers")
     args = parser.parse_args()

@@ -33,9 +33,10 @@ class Fact:
     others: frozenset[str] = frozenset()
 
     def question(self, rng: random.Random, held_out: bool = False) -> str:
-        """A random phrasing: one that training sees, or one that it never sees."""
-        if held_out and rng.random() < 0.5:
-            return rng.choice(self.held_out)
+        """A random phrasing of the skeletons: one that training sees, or one that it never sees.
+
+        A fact whose skeletons have none that is held out gives one of its own held-out questions.
+        """
         for _ in range(200):
             text = _fill(rng.choice(self.ask), rng)
             if is_held_out(text) == held_out and plain(text) not in self.others:
