@@ -25,10 +25,10 @@ from .vocabulary import MARKERS
 TEMPLATE = Path(__file__).with_name("template.jinja")
 # Share of each kind in training. Facts of unknown.toml stand for everything else, so they have a share of their own.
 MIXTURE = {
-    "fact": 0.54,
+    "fact": 0.46,
     "unknown": 0.08,
     "sum": 0.10,
-    "tool": 0.2,
+    "tool": 0.28,
     "tool_answer": 0.04,
     "no_fit": 0.02,
     "missing": 0.015,
