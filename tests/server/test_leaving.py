@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from qwen35rt.config import SERVER_LIMITS
 from qwen35rt.server import incoming
 from tests.server.conftest import Make, Server
 from tests.server.fake import asynchronous, eventually, started
@@ -212,7 +213,7 @@ async def test_c47_events_that_are_here_leave_together(server: Server) -> None:
 @asynchronous
 async def test_bodies_that_come_at_once_are_bounded_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that would be too much is refused; the others go on, and what they took is free when they end."""
-    limits = dataclasses.replace(incoming.SERVER_LIMITS, bodies_bytes=1500)
+    limits = dataclasses.replace(SERVER_LIMITS, bodies_bytes=1500)
     monkeypatch.setattr(incoming, "SERVER_LIMITS", limits)
     server = make(max_body=1000)
     bodies = server.app.extensions[incoming.BODIES]
