@@ -139,7 +139,7 @@ class ServerDefaults:
     shutdown_timeout: float = 30.0
     backlog: int = 2_048  # connections that wait to be accepted
     descriptors: int = 65_536  # that the process asks the system for
-    collector: tuple[int, int, int] = (50_000, 20, 50)  # thresholds of Python's collector of cycles
+    collector: int = 50_000  # new objects after which Python's collector of cycles comes
     keep_alive_requests: int = 10_000  # of one connection
     tls_handshake: float = 10.0
     end_timeout: float = 0.8  # streams that are ended at a shutdown may write their last chunk for so long

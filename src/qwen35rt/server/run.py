@@ -225,7 +225,7 @@ def spare_collector() -> None:
     """What is loaded stays: the collector of cycles need not look at it again, nor come every few objects."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*SERVER.collector)
+    gc.set_threshold(SERVER.collector)
 
 
 def _loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
