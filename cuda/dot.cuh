@@ -1,0 +1,83 @@
+// Products of weight rows with rows of x: a warp works on ROWS_OF_WARP weight rows and on NX rows
+// of x. The order of a sum depends on neither number, so a row's result is the same in any step.
+#ifndef QRT_DOT_CUH
+#define QRT_DOT_CUH
+#include "unpack.cuh"
+
+#define WARPS 4
+#define ROWS_OF_WARP 2
+
+#ifdef QRT_FLOAT
+typedef float input; // x: [rows][cols] float32
+INLINE i64 input_width(int cols) { return cols; }
+
+// sum[r][n] = w[r] . x[n]; all lanes get all sums
+template <int NR, int NX>
+INLINE void dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int cols,
+                     float (&sum)[NR][NX]) {
+    for (int r = 0; r < NR; r++)
+        for (int n = 0; n < NX; n++) sum[r][n] = 0;
+    for (int i = threadIdx.x % 32; i < cols; i += 32) {
+        float v[NR];
+#    pragma unroll
+        for (int r = 0; r < NR; r++) v[r] = value_at(w[r], i);
+#    pragma unroll
+        for (int n = 0; n < NX; n++) {
+            float a = x[n][i];
+#    pragma unroll
+            for (int r = 0; r < NR; r++) sum[r][n] = fmaf(v[r], a, sum[r][n]);
+        }
+    }
+#    pragma unroll
+    for (int r = 0; r < NR; r++)
+#    pragma unroll
+        for (int n = 0; n < NX; n++) sum[r][n] = warp_sum(sum[r][n]);
+}
+#else
+typedef Quants input; // x: [rows][cols / 32]
+INLINE i64 input_width(int cols) { return cols / 32; }
+
+// 32 columns: d_x * s * (q_w . q_x) - m * (sum of x), by halves where a scale serves 16
+INLINE float unit_product(const Unit &w, const int (&q)[8], float d, const float (&s)[2],
+                          float sum) {
+    int a = 0, b = 0;
+#    pragma unroll
+    for (int j = 0; j < 4; j++) {
+        a = dot4(w.q[j], q[j], a);
+        b = dot4(w.q[j + 4], q[j + 4], b);
+    }
+    if (GROUP == 32) {
+        sum = fmaf(d * w.s[0], (float)(a + b), sum);
+        if (MINIMA) sum = fmaf(-w.m[0], s[0] + s[1], sum);
+    } else {
+        sum = fmaf(d * w.s[0], (float)a, sum);
+        sum = fmaf(d * w.s[1], (float)b, sum);
+        if (MINIMA) sum = fmaf(-w.m[0], s[0], sum);
+        if (MINIMA) sum = fmaf(-w.m[1], s[1], sum);
+    }
+    return sum;
+}
+
+template <int NR, int NX>
+INLINE void dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int cols,
+                     float (&sum)[NR][NX]) {
+    for (int r = 0; r < NR; r++)
+        for (int n = 0; n < NX; n++) sum[r][n] = 0;
+    for (int i = threadIdx.x % 32; i < cols / 32; i += 32) {
+        Unit u[NR];
+#    pragma unroll
+        for (int r = 0; r < NR; r++) unpack_unit(w[r], i, u[r]);
+#    pragma unroll
+        for (int n = 0; n < NX; n++) {
+            Quants v = x[n][i];
+#    pragma unroll
+            for (int r = 0; r < NR; r++) sum[r][n] = unit_product(u[r], v.q, v.d, v.s, sum[r][n]);
+        }
+    }
+#    pragma unroll
+    for (int r = 0; r < NR; r++)
+#    pragma unroll
+        for (int n = 0; n < NX; n++) sum[r][n] = warp_sum(sum[r][n]);
+}
+#endif
+#endif

@@ -1,0 +1,366 @@
+"""Turns a Program into launches: for each op the kernels, their arguments, grids, blocks and shared memory.
+
+Receives the launcher; imports no device library. The sizes of grids come from a Step, everything else is fixed here.
+Kernels read counts on the device, so a Step may name more rows and sequences than there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import BackendError
+from ...model.program import Op, Program, Value, View
+from ...model.weights import QTensor
+from ..base import Limits
+from .interface import Grid, Launcher
+from .memory import AT, needs, share_buffers, wanted_values
+
+Go = Callable[["Step"], None]
+
+# Sizes that kernels are written for; see the constants of the same names in cuda/.
+WARPS, ROWS_OF_WARP = 4, 2
+QUERIES, CHUNK, PIECE, MAX_HEAD_DIM = 16, 32, 128, 256
+CONV_TILE, MAX_TAPS = 32, 8
+DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes that grids depend on. ``counts``: rows of each sequence; ``outs``: rows whose logits are wanted;
+    ``pieces``: blocks that share a row's attention, 0 where one block does all."""
+
+    counts: tuple[int, ...]
+    outs: int
+    pieces: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def of(self, gathered: bool) -> int:
+        """Rows of a value."""
+        return self.outs if gathered else self.rows
+
+
+@dataclass(frozen=True)
+class Pools:
+    """State on the device; see Limits and StateShape for the shapes."""
+
+    keys: Any
+    values: Any
+    delta: Any
+    conv: Any
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Launches of each op with its kind, in order; where values are; bytes of all buffers."""
+
+    ops: tuple[tuple[str, tuple[Go, ...]], ...]
+    values: dict[str, Any]
+    logits: Any
+    nbytes: int
+
+    def go(self, step: Step) -> None:
+        """Launch everything."""
+        for _, launches in self.ops:
+            for go in launches:
+                go(step)
+
+
+def i32(*numbers: int) -> tuple[np.int32, ...]:
+    """Arguments of kernels."""
+    return tuple(np.int32(n) for n in numbers)
+
+
+def up(n: int, unit: int) -> int:
+    """n / unit, rounded up."""
+    return -(-n // unit)
+
+
+def part_rows(limits: Limits) -> int:
+    """Pairs of a row and a piece for whose sums there is room: beyond them there are blocks enough without pieces."""
+    return min(4096, limits.slots * up(limits.pages * limits.page_tokens, PIECE))
+
+
+class Lowering:
+    """What the functions below need to turn one op into launches."""
+
+    def __init__(
+        self,
+        program: Program,
+        limits: Limits,
+        launcher: Launcher,
+        pools: Pools,
+        step: Any,
+        weight: Callable[[QTensor], tuple[Any, Any]],
+        keep: bool,
+    ) -> None:
+        self.program, self.limits, self.launcher, self.pools = program, limits, launcher, pools
+        self.step, self.weight = step, weight
+        chosen, sizes = share_buffers(needs(program.ops, wanted_values(program, keep)))
+        made = [
+            launcher.empty(((limits.out_rows if gathered else limits.rows) * width,), np.uint8)
+            for width, gathered in sizes
+        ]
+        self.nbytes = sum(b.nbytes for b in made)
+        self._buffers = {key: made[number] for key, number in chosen.items()}
+        self._quantised: set[int] = set()
+        self._parts: Any = None
+
+    def array(self, value: Value) -> Any:
+        """A value [rows, width]."""
+        rows = self.limits.out_rows if value.gathered else self.limits.rows
+        flat = self._buffers["value", value.id][: rows * value.width * 4]
+        return flat.view(np.float32).reshape(rows, value.width)
+
+    def view(self, view: View) -> tuple[Any, ...]:
+        """Arguments of a view: array, width, offset, stride."""
+        return (self.array(view.value), *i32(view.value.width, view.offset, view.stride))
+
+    def vector(self, numbers: npt.ArrayLike, dtype: npt.DTypeLike = np.float32) -> Any:
+        """A small array of weights on the device."""
+        host = np.ascontiguousarray(numbers, dtype).reshape(-1)
+        array = self.launcher.empty(host.shape, dtype)
+        self.launcher.upload(array, host)
+        return array
+
+    def parts(self, heads: int, dim: int) -> Any:
+        """Room for the pieces' sums, shared by all layers."""
+        if self._parts is None:
+            self._parts = self.launcher.empty((part_rows(self.limits) * heads * (dim + 2),), np.float32)
+            self.nbytes += self._parts.nbytes
+        return self._parts
+
+    def launch(
+        self, file: str, name: str, grid: Callable[[Step], Grid], block: int, shared: int, *args: Any, variant: str = ""
+    ) -> Go:
+        """A launch whose grid alone depends on the step; none where the grid is empty."""
+        kernel = self.launcher.kernel(file, variant, name)
+
+        def go(step: Step) -> None:
+            size = grid(step)
+            if all(size):
+                kernel(size, block, shared, args)
+
+        return go
+
+    def quants(self, value: Value) -> tuple[Any, list[Go]]:
+        """A value as blocks of int8, and the launch that makes them where nothing did before."""
+        made = self._buffers["quants", value.id]
+        if value.id in self._quantised:
+            return made, []
+        self._quantised.add(value.id)
+        cols, gathered = value.width, value.gathered
+        args = self.array(value), made, self.step, *i32(count(gathered), cols)
+        return made, [self.launch("quantize", "quantize", lambda s: (up(cols, 512), s.of(gathered), 1), 128, 0, *args)]
+
+
+def count(gathered: bool) -> int:
+    """Where a step's number of rows is."""
+    return AT["N_OUTS"] if gathered else AT["N_ROWS"]
+
+
+def lower(lo: Lowering) -> Lowered:
+    """All launches of a program. Raises BackendError for sizes that no kernel is written for."""
+    ops = tuple((op.kind, tuple(LOWER[op.kind](lo, op))) for op in lo.program.ops)
+    values = {v.name: lo.array(v) for v in lo.program.values}
+    return Lowered(ops, values, lo.array(lo.program.logits), lo.nbytes)
+
+
+# ------------------------------------------------------------------------------------------ ops
+# Each takes the lowering and an op, and gives its launches.
+
+
+def embed(lo: Lowering, op: Op) -> Iterator[Go]:
+    w = op.weights[0]
+    data, scale = lo.weight(w)
+    units = w.cols // 32 if w.format.quantized else w.cols
+    args = data, scale, lo.array(op.outs[0]), lo.step, *i32(w.cols, w.row_bytes)
+    yield lo.launch("embed", "embed", lambda s: (up(units, 128), s.rows, 1), 128, 0, *args, variant=w.format.name)
+
+
+def _input(lo: Lowering, op: Op) -> tuple[Any, list[Go]]:
+    """The first input of a product: as blocks of int8 where the weights are quantised."""
+    value = op.ins[0].value
+    return lo.quants(value) if op.weights[0].format.quantized else (lo.array(value), [])
+
+
+def linear(lo: Lowering, op: Op) -> Iterator[Go]:
+    w, out = op.weights[0], op.outs[0]
+    data, scale = lo.weight(w)
+    x, before = _input(lo, op)
+    yield from before
+    args = data, scale, x, lo.array(out), lo.step, *i32(count(out.gathered), w.rows, w.cols, w.row_bytes)
+    kernels = {n: lo.launcher.kernel("linear", w.format.name, f"linear_{n}") for n in (1, 2, 4, 8)}
+    blocks = up(w.rows, WARPS * ROWS_OF_WARP)
+
+    def go(step: Step) -> None:
+        rows = step.of(out.gathered)
+        if rows:
+            n = 8 if rows > 4 else 4 if rows > 2 else rows
+            kernels[n]((blocks, up(rows, n), 1), 32 * WARPS, 0, args)
+
+    yield go
+
+
+def moe_linear(lo: Lowering, op: Op) -> Iterator[Go]:
+    w, used, reduce = op.weights[0], op.attrs["used"], op.attrs["reduce"]
+    data, scale = lo.weight(w)
+    x, before = _input(lo, op)
+    yield from before
+    scales = 0 if w.scale is None else w.scale.size
+    sizes = i32(w.n_expert, scales, used, w.rows, w.cols, w.row_bytes)
+    args = data, scale, x, lo.array(op.ins[1].value), lo.array(op.outs[0]), lo.step, *sizes
+    name, depth = ("moe_linear_reduce", 1) if reduce else ("moe_linear", used)
+    blocks = up(w.rows, WARPS)
+    form = w.format.name
+    yield lo.launch("moe_linear", name, lambda s: (blocks, s.rows, depth), 32 * WARPS, 0, *args, variant=form)
+
+
+def _norm(lo: Lowering, op: Op, middle: tuple[Any, ...], last: float) -> Iterator[Go]:
+    x, gathered = op.ins[0], op.outs[0].gathered
+    block = 32 * min(8, up(x.dim, 128))
+    args = *lo.view(x), np.int32(x.dim), *middle, lo.array(op.outs[0]), lo.step, np.int32(count(gathered))
+    yield lo.launch("norms", op.kind, lambda s: (x.heads, s.of(gathered), 1), block, 32, *args, np.float32(last))
+
+
+def rms_norm(lo: Lowering, op: Op) -> Iterator[Go]:
+    return _norm(lo, op, (lo.vector(op.vectors[0]),), op.attrs["eps"])
+
+
+def gated_rms_norm(lo: Lowering, op: Op) -> Iterator[Go]:
+    return _norm(lo, op, (*lo.view(op.ins[1]), lo.vector(op.vectors[0])), op.attrs["eps"])
+
+
+def l2_norm(lo: Lowering, op: Op) -> Iterator[Go]:
+    return _norm(lo, op, (), op.attrs["scale"])
+
+
+def combine(lo: Lowering, op: Op) -> Iterator[Go]:
+    """silu_mul, sigmoid_mul, add."""
+    out = op.outs[0]
+    a, b = (
+        (lo.array(v.value), *i32(v.value.width, v.offset, v.dim, v.stride)) for v in op.ins
+    )  # width, offset, dim, stride
+    args = *a, *b, np.int32(op.ins[1].width), lo.array(out), lo.step, *i32(count(out.gathered), out.width)
+    yield lo.launch("elementwise", op.kind, lambda s: (up(out.width, 128), s.of(out.gathered), 1), 128, 0, *args)
+
+
+def delta_gates(lo: Lowering, op: Op) -> Iterator[Go]:
+    out, heads = op.outs[0], op.ins[0].width
+    a, b = (lo.view(v)[:3] for v in op.ins)
+    vectors = (lo.vector(v) for v in op.vectors)
+    args = *a, *b, *vectors, lo.array(out), lo.step, *i32(count(out.gathered), heads)
+    yield lo.launch("elementwise", "delta_gates", lambda s: (up(heads, 128), s.of(out.gathered), 1), 128, 0, *args)
+
+
+def gather_rows(lo: Lowering, op: Op) -> Iterator[Go]:
+    x, out = op.ins[0].value, op.outs[0]
+    args = lo.array(x), np.int32(x.width), lo.array(out), lo.step, np.int32(out.width)
+    yield lo.launch("elementwise", "gather_rows", lambda s: (up(out.width, 128), s.outs, 1), 128, 0, *args)
+
+
+def rope(lo: Lowering, op: Op) -> Iterator[Go]:
+    x, rot, sections = op.ins[0], op.attrs["rot"], op.attrs["sections"]
+    turns = lo.vector(op.attrs["theta"] ** (-2.0 * np.arange(rot // 2) / rot), np.float64)
+    args = *lo.view(x), *i32(x.heads, x.dim), turns, *i32(rot, 3 * sections[1], 3 * sections[2])
+    out = lo.array(op.outs[0])
+    yield lo.launch("rope", "rope", lambda s: (up(x.width, 128), s.rows, 1), 128, 0, *args, out, lo.step)
+
+
+def _pool(lo: Lowering, op: Op) -> tuple[np.int32, ...]:
+    shape = lo.program.state
+    if shape.head_dim > MAX_HEAD_DIM:
+        raise BackendError(f"heads of {shape.head_dim} columns; the CUDA kernels take up to {MAX_HEAD_DIM}")
+    return i32(op.layer, lo.limits.pages, shape.kv_heads, lo.limits.page_tokens, shape.head_dim)
+
+
+def kv_append(lo: Lowering, op: Op) -> Iterator[Go]:
+    k, v = op.ins
+    args = *lo.view(k), *lo.view(v), lo.pools.keys, lo.pools.values, lo.step, *_pool(lo, op)
+    grid = up(k.width, 128)
+    yield lo.launch("kv_append", "kv_append", lambda s: (grid, s.rows, 1), 128, 0, *args, variant=lo.limits.kv_dtype)
+
+
+def attention(lo: Lowering, op: Op) -> Iterator[Go]:
+    q, kv_heads = op.ins[0], op.attrs["kv_heads"]
+    heads, dim, group = q.heads, q.dim, q.heads // kv_heads
+    out, parts = lo.array(op.outs[0]), lo.parts(heads, dim)
+    pool = _pool(lo, op)
+    shared = 4 * (QUERIES * dim + CHUNK * (dim + 1) + QUERIES * CHUNK)
+    args = *lo.view(q), lo.pools.keys, lo.pools.values, out, parts, lo.step, *pool, np.int32(heads)
+    attend = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention")
+    merge = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention_merge")
+
+    def go(step: Step) -> None:
+        tiles = sum(up(n * group, QUERIES) for n in step.counts)
+        attend((tiles, kv_heads, max(step.pieces, 1)), 128, shared, (*args, np.int32(step.pieces > 0)))
+        if step.pieces:
+            merge((up(heads, 4), step.rows, 1), 128, 0, (parts, out, lo.step, *i32(heads, dim, step.pieces)))
+
+    yield go
+
+
+def conv1d_silu(lo: Lowering, op: Op) -> Iterator[Go]:
+    shape, x = lo.program.state, lo.array(op.ins[0].value)
+    if shape.conv_kernel > MAX_TAPS:
+        raise BackendError(f"a convolution over {shape.conv_kernel} rows; the CUDA kernels take up to {MAX_TAPS}")
+    sizes = i32(shape.delta_layers, op.layer, shape.channels, shape.conv_kernel)
+    args = x, lo.vector(op.vectors[0]), lo.pools.conv, lo.array(op.outs[0]), lo.step, *sizes
+    conv = lo.launcher.kernel("conv1d_silu", "", "conv1d_silu")
+    keep = lo.launcher.kernel("conv1d_silu", "", "conv1d_keep")
+    blocks = up(shape.channels, 128)
+
+    def go(step: Step) -> None:
+        tiles, seqs = up(max(step.counts), CONV_TILE), len(step.counts)
+        conv((blocks, seqs, tiles), 128, 0, (*args, np.int32(tiles == 1)))
+        if tiles > 1:
+            keep((blocks, seqs, 1), 128, 0, (x, lo.pools.conv, lo.step, *sizes))
+
+    yield go
+
+
+def delta_net(lo: Lowering, op: Op) -> Iterator[Go]:
+    q, k, v, gates = op.ins
+    d, heads = v.dim, v.heads
+    columns = next((c for c in DELTA_COLUMNS if c * DELTA_LANES >= d), None)
+    if columns is None:
+        raise BackendError(f"delta-rule heads of {d}; the CUDA kernels take up to {DELTA_LANES * DELTA_COLUMNS[-1]}")
+    args = *lo.view(q), *lo.view(k), np.int32(k.heads), *lo.view(v), lo.array(gates.value), lo.pools.delta
+    sizes = i32(lo.program.state.delta_layers, op.layer, d)
+    name, blocks = f"delta_net_{columns}", up(d, DELTA_ROWS)
+    out = lo.array(op.outs[0])
+    yield lo.launch("delta_net", name, lambda s: (blocks, heads, len(s.counts)), 256, 0, *args, out, lo.step, *sizes)
+
+
+def moe_route(lo: Lowering, op: Op) -> Iterator[Go]:
+    x, out = op.ins[0], op.outs[0]
+    args = *lo.view(x)[:3], *i32(x.width, op.attrs["used"]), lo.array(out), lo.step, np.int32(count(out.gathered))
+    yield lo.launch("moe_route", "moe_route", lambda s: (s.of(out.gathered), 1, 1), 32, 0, *args)
+
+
+LOWER: dict[str, Callable[[Lowering, Op], Iterator[Go]]] = {
+    "embed": embed,
+    "rms_norm": rms_norm,
+    "linear": linear,
+    "rope": rope,
+    "kv_append": kv_append,
+    "attention": attention,
+    "sigmoid_mul": combine,
+    "conv1d_silu": conv1d_silu,
+    "delta_gates": delta_gates,
+    "l2_norm": l2_norm,
+    "delta_net": delta_net,
+    "gated_rms_norm": gated_rms_norm,
+    "silu_mul": combine,
+    "add": combine,
+    "moe_route": moe_route,
+    "moe_linear": moe_linear,
+    "gather_rows": gather_rows,
+}
