@@ -28,7 +28,7 @@ def _modules() -> list[Any]:
         for variant in source.variants(file):
             for arch in ARCHITECTURES:
                 first = variant == ("Q4_K" if file in source.BY_FORMAT else source.variants(file)[0])
-                often = arch == 80 and ((file == "linear" and variant in OFTEN) or first)
+                often = arch == 80 and ((file in ("linear", "linear_tiles") and variant in OFTEN) or first)
                 name = f"{file}-{variant}-sm_{arch}" if variant else f"{file}-sm_{arch}"
                 marks = () if often or (file, arch) == ("quantize", 75) else pytest.mark.long
                 made.append(pytest.param(file, variant, arch, id=name, marks=marks))

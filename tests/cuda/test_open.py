@@ -38,7 +38,7 @@ class Runtime:
     def CupyLauncher(self, number: int) -> Any:
         self._fail("open")
         made = ModuleType("launcher")
-        vars(made).update(capability=self.capability, description="Tester (sm_00)")
+        vars(made).update(capability=self.capability, description="Tester (sm_00)", tensor_cores=True)
         return made
 
 

@@ -53,7 +53,8 @@ def folder() -> Path:
 
 def unit_of(file: str, variant: str) -> tuple[str, tuple[str, ...]]:
     """Name of the library with a file's kernels, and the files in it: products of one format share one."""
-    files = source.BY_FORMAT if file in source.BY_FORMAT else (file,)
+    together = tuple(f for f in source.BY_FORMAT if f not in source.QUANTISED_ONLY)
+    files = together if file in together else (file,)
     return f"{files[0]}-{variant}" if variant else files[0], files
 
 
@@ -93,6 +94,7 @@ class HostLauncher:
     flags: tuple[str, ...] = ()
     xp: Any = np
     description: str = "emulation"
+    tensor_cores: bool = True
 
     def __post_init__(self) -> None:
         self.launches = 0

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qwen35rt.backends.base import Batch, Limits
 from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.cuda.memory import HEADER
 from qwen35rt.backends.cuda.source import kernel_folder
+from qwen35rt.formats import FORMATS
 from qwen35rt.model.program import Builder, Program, StateShape
 from tests.cuda_host.host import HostLauncher, compiler
 
@@ -81,6 +83,32 @@ def test_graphs_and_thread_orders_change_no_bit(name: str) -> None:
     (case,) = (c for c in CASES if c.id == name)
     eager = run_case(case, CudaBackend(HostLauncher(order=7), graphs=False))
     _same(run_case(case, CudaBackend(HostLauncher(order=3))), eager)
+
+
+TILED = ("Q8_0", "Q2_K", "Q4_K", "NVFP4")
+
+
+@pytest.mark.parametrize(
+    "fmt", [f.name if f.name in TILED else pytest.param(f.name, marks=pytest.mark.long) for f in FORMATS if f.quantized]
+)
+def test_tiles_on_tensor_cores_equal_passes_over_rows(fmt: str) -> None:
+    """The plain path computes what the fragments mean; rows and columns that fill no tile, several tiles, a scale."""
+    rng = np.random.default_rng(zlib.crc32(fmt.encode()))
+    b = Builder()
+    x = b.embed(random_tensor(rng, "table", "F32", 70, 768))
+    w = replace(random_tensor(rng, "w", fmt, 83, 768), scale=np.array([1.5], np.float32))
+    y = b.linear(x, w, "y")
+    out = b.gather_rows(y, "out")
+    program = Program(tuple(b.ops), tuple(b.values), x, out, StateShape(0, 1, 16, 0, 1, 16, 16, 4), 70)
+    limits = Limits(rows=70, out_rows=70, pages=5, page_tokens=16)
+    batch = Batch.single(range(70), 0, np.arange(5, dtype=np.int32), out_rows=range(70))
+    outs = []
+    for cores, order in ((False, 0), (True, 0), (True, 1)):
+        exe = CudaBackend(HostLauncher(order=order), tensor_cores=cores).compile(program, limits)
+        outs.append(exe.run(batch)[0].copy())
+        exe.close()
+    assert np.abs(outs[1] - outs[0]).max() < 1e-5 * np.abs(outs[0]).max()
+    np.testing.assert_array_equal(outs[1], outs[2])
 
 
 @pytest.mark.parametrize("fmt", ["Q8_0", "Q4_0", "IQ4_NL"])

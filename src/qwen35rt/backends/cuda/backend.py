@@ -27,12 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class CudaBackend:
-    """Compiles programs for the device behind ``launcher``. ``graphs``: replay decode steps as graphs."""
+    """Compiles programs for the device behind ``launcher``. ``graphs``: replay decode steps as graphs.
+
+    ``tensor_cores`` false: a row's result is the same bits in any step. With them, steps of 16 rows and more add up
+    products with quantised weights in another order.
+    """
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher, graphs: bool = True) -> None:
+    def __init__(self, launcher: Launcher, graphs: bool = True, tensor_cores: bool = True) -> None:
         self.launcher, self.graphs = launcher, graphs
+        self.tensor_cores = tensor_cores and launcher.tensor_cores
         self.threads = 1  # of the host
 
     @property
@@ -43,16 +48,18 @@ class CudaBackend:
     def compile(self, program: Program, limits: Limits) -> CudaExecutable:
         """Upload weights, allocate pools and workspace. Raises OutOfMemory."""
         with self.launcher.activate():
-            return CudaExecutable(program, limits, self.launcher, self.graphs)
+            return CudaExecutable(program, limits, self.launcher, self.graphs, self.tensor_cores)
 
 
 class CudaExecutable:
     """A program with its weights, workspace and pools. Not for use by two threads at once."""
 
-    def __init__(self, program: Program, limits: Limits, launcher: Launcher, graphs: bool = True) -> None:
+    def __init__(
+        self, program: Program, limits: Limits, launcher: Launcher, graphs: bool = True, tensor_cores: bool = True
+    ) -> None:
         self.program, self.limits, self.launcher = program, limits, launcher
         self.profile = False
-        self._graphs_on = graphs
+        self._graphs_on, self._tensor_cores = graphs, tensor_cores
         s = program.state
         kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
         kept = np.float16 if limits.kv_dtype == "f16" else np.float32
@@ -251,7 +258,8 @@ class CudaExecutable:
 
     def _get_lowered(self, keep: bool) -> Lowered:
         if keep not in self._lowered:
-            args = self.program, self.limits, self.launcher, self._pools, self._step, self._weight, keep
+            pools, step, cores = self._pools, self._step, self._tensor_cores
+            args = self.program, self.limits, self.launcher, pools, step, self._weight, keep, cores
             self._lowered[keep] = lower(Lowering(*args))
         return self._lowered[keep]
 

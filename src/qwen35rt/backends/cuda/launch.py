@@ -25,6 +25,7 @@ class CupyLauncher:
         self._device = cupy.cuda.Device(device)
         properties = cupy.cuda.runtime.getDeviceProperties(device)
         self.capability: tuple[int, int] = properties["major"], properties["minor"]
+        self.tensor_cores = self.capability >= (8, 0)
         self.memory_bytes = int(properties["totalGlobalMem"])
         self.description = f"{properties['name'].decode()} (sm_{self.capability[0]}{self.capability[1]})"
         with self._device:

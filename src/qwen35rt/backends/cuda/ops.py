@@ -25,6 +25,8 @@ Go = Callable[["Step"], None]
 # Sizes that kernels are written for; see the constants of the same names in cuda/.
 WARPS, ROWS_OF_WARP = 4, 2
 QUERIES, CHUNK, PIECE, MAX_HEAD_DIM = 16, 32, 128, 256
+TILE_ROWS, TILE_X, TILES_BYTES = 64, 64, 24_576
+TILES_FROM = 16  # rows of x from which tiles on tensor cores take less time than passes over 8 rows
 CONV_TILE, MAX_TAPS = 32, 8
 DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
 
@@ -100,9 +102,10 @@ class Lowering:
         step: Any,
         weight: Callable[[QTensor], tuple[Any, Any]],
         keep: bool,
+        tensor_cores: bool,
     ) -> None:
         self.program, self.limits, self.launcher, self.pools = program, limits, launcher, pools
-        self.step, self.weight = step, weight
+        self.step, self.weight, self.tensor_cores = step, weight, tensor_cores
         chosen, sizes = share_buffers(needs(program.ops, wanted_values(program, keep)))
         made = [
             launcher.empty(((limits.out_rows if gathered else limits.rows) * width,), np.uint8)
@@ -199,10 +202,15 @@ def linear(lo: Lowering, op: Op) -> Iterator[Go]:
     args = data, scale, x, lo.array(out), lo.step, *i32(count(out.gathered), w.rows, w.cols, w.row_bytes)
     kernels = {n: lo.launcher.kernel("linear", w.format.name, f"linear_{n}") for n in (1, 2, 4, 8)}
     blocks = up(w.rows, WARPS * ROWS_OF_WARP)
+    tiles = None
+    if w.format.quantized and lo.tensor_cores:
+        tiles = lo.launcher.kernel("linear_tiles", w.format.name, "linear_tiles")
 
     def go(step: Step) -> None:
         rows = step.of(out.gathered)
-        if rows:
+        if tiles is not None and rows >= TILES_FROM:
+            tiles((up(w.rows, TILE_ROWS), up(rows, TILE_X), 1), 128, TILES_BYTES, args)
+        elif rows:
             n = 8 if rows > 4 else 4 if rows > 2 else rows
             kernels[n]((blocks, up(rows, n), 1), 32 * WARPS, 0, args)
 

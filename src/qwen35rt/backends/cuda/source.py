@@ -12,12 +12,13 @@ from pathlib import Path
 from ...errors import KernelCompileError
 from ...formats import FORMATS
 
-_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_INCLUDE = re.compile(r'^# *include "([\w.]+)"$', re.MULTILINE)
 _KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(\d+\)\s+)?(\w+)\(')
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 # Files that are compiled for each weight format, and for each type of pages; the others are compiled once.
-BY_FORMAT = ("embed", "linear", "moe_linear")
+BY_FORMAT = ("embed", "linear", "moe_linear", "linear_tiles")
+QUANTISED_ONLY = ("linear_tiles",)
 BY_PAGES = ("attention", "kv_append")
 PAGE_DEFINES = {"f16": "QRT_KV_F16", "f32": "QRT_KV_F32"}
 
@@ -67,7 +68,7 @@ def kernels(file: str) -> list[str]:
 def variants(file: str) -> list[str]:
     """What a file is compiled for: names of weight formats, types of pages, or one empty name."""
     if file in BY_FORMAT:
-        return [f.name for f in FORMATS]
+        return [f.name for f in FORMATS if f.quantized or file not in QUANTISED_ONLY]
     return list(PAGE_DEFINES) if file in BY_PAGES else [""]
 
 
