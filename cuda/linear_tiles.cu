@@ -2,6 +2,7 @@
 // 32 columns at a time are unpacked to shared memory; each product of 32 (or 16) columns is exact
 // in int32 and joins a float32 sum, unit by unit.
 #include "mma.cuh"
+#include "parts.cuh"
 #include "unpack.cuh"
 
 #define TILE_ROWS 64 // weight rows of a block
@@ -35,13 +36,15 @@ INLINE void load_tiles(Tiles &tiles, const u8 *w, const Quants *x, int row, int 
     }
 }
 
-// w: [rows][row bytes]   x: [T][cols / 32]   out: [T][rows]   grid: rows / 64, T / 64
-// A warp has 32 weight rows (two fragments) and 32 rows of x (four).   shared: Tiles
+// w: [rows][row bytes] of each part   x: [T][cols / 32]   out: [T][rows]
+// grid: the parts' blocks of 64 weight rows, T / 64   shared: Tiles
+// A warp has 32 weight rows (two fragments) and 32 rows of x (four).
 extern "C" __global__ void __launch_bounds__(128)
-    linear_tiles(const u8 *w, const float *scale, const Quants *x, float *out, const int *step,
-                 int count, int rows, int cols, int row_bytes) {
+    linear_tiles(PARTS, const Quants *x, const int *step, int count, int cols, int row_bytes) {
     QRT_DYN_SMEM(Tiles, tiles);
-    const int n = step[count], row = blockIdx.x * TILE_ROWS, t = blockIdx.y * TILE_X;
+    int block = blockIdx.x;
+    const Part part = part_of(block, TILE_ROWS, PARTS_GIVEN);
+    const int n = step[count], row = block * TILE_ROWS, t = blockIdx.y * TILE_X;
     if (t >= n) return;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, k = threadIdx.x % 4;
     const int row0 = warp % 2 * 32 + g, x0 = warp / 2 * 32; // within the tile
@@ -51,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(128)
 
     for (int first = 0; first < cols / 32; first += UNITS) {
         __syncthreads(); // the tiles before are no longer needed
-        load_tiles(*tiles, w, x, row, rows, t, n, first, cols / 32, row_bytes);
+        load_tiles(*tiles, part.w, x, row, part.rows, t, n, first, cols / 32, row_bytes);
         __syncthreads();
         for (int unit = 0; unit < UNITS && first + unit < cols / 32; unit++) {
             int a[2][4];
@@ -91,11 +94,10 @@ extern "C" __global__ void __launch_bounds__(128)
             }
         }
     }
-    float factor = scale ? scale[0] : 1.0f;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
         int m = i / 16, j = i / 4 % 4, e = i % 4;
         int r = row + row0 + 16 * m + 8 * (e / 2), at = t + x0 + 8 * j + 2 * k + e % 2;
-        if (r < rows && at < n) out[(i64)at * rows + r] = sum[m][j][e] * factor;
+        if (r < part.rows && at < n) store(part, at, r, sum[m][j][e]);
     }
 }

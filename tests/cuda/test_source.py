@@ -25,7 +25,7 @@ def test_kernels_are_all_that_a_compiler_sees() -> None:
     for file in source.files():
         text = source.source(file)
         marks = len(re.findall("__global__", text))
-        macro = len(re.findall(r"^DELTA_NET\(", text, re.MULTILINE)) - 1 if file == "delta_net" else 0
+        macro = max(len(re.findall(rf"^{file.upper()}\(", text, re.MULTILINE)) - 1, 0)
         assert len(source.kernels(file)) == marks + macro, file
 
 
@@ -50,6 +50,7 @@ def test_sizes_equal_those_of_the_kernels() -> None:
     assert (number("linear", "WARPS"), number("linear", "ROWS_OF_WARP")) == (ops.WARPS, ops.ROWS_OF_WARP)
     assert (number("linear_tiles", "TILE_ROWS"), number("linear_tiles", "TILE_X")) == (ops.TILE_ROWS, ops.TILE_X)
     assert number("linear_tiles", "UNITS") * 48 * (ops.TILE_ROWS + ops.TILE_X) == ops.TILES_BYTES
+    assert len(re.findall(r"PART\(\d\)", source.source("linear"))) == ops.MAX_PARTS
     assert (number("conv1d_silu", "TILE"), number("conv1d_silu", "MAX_TAPS")) == (ops.CONV_TILE, ops.MAX_TAPS)
     assert (number("delta_net", "LANES"), number("delta_net", "ROWS")) == (ops.DELTA_LANES, ops.DELTA_ROWS)
     assert [f"delta_net_{c}" for c in ops.DELTA_COLUMNS] == source.kernels("delta_net")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...model.program import Op, Program, Value
+from ...model.program import Program, Value
 from ..base import Batch, Int
+from .fusion import Node, quantizers
 
 # Order and names of the numbers at the head of a step: those of cuda/common.cuh.
 HEADER = (
@@ -66,7 +67,7 @@ def pack_step(batch: Batch) -> Int:
 
 @dataclass(frozen=True)
 class Need:
-    """A buffer that some op writes: ``width`` bytes of a row, and the last op (by number) that reads it."""
+    """A buffer that some node writes: ``width`` bytes of a row, the node that makes it and the last that reads it."""
 
     key: tuple[str, int]  # ("value" or "quants", id of the value)
     width: int
@@ -80,24 +81,27 @@ def quant_width(columns: int) -> int:
     return columns // 32 * 48
 
 
-def needs(ops: Sequence[Op], kept: Iterable[Value]) -> list[Need]:
-    """What each op needs, in order; values of ``kept`` live to the end."""
+def needs(nodes: Sequence[Node], kept: Iterable[Value]) -> list[Need]:
+    """What each node needs, in order; values of ``kept`` live to the end."""
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
     values: dict[tuple[str, int], Value] = {}
-    for number, op in enumerate(ops):
-        for view in op.ins:
-            last["value", view.value.id] = number
-        if op.kind in ("linear", "moe_linear") and op.weights[0].format.quantized:
-            key = "quants", op.ins[0].value.id
-            first.setdefault(key, number)
-            last[key], values[key] = number, op.ins[0].value
-        for out in op.outs:
-            key = "value", out.id
+    quantized = quantizers(nodes)
+    for number, node in enumerate(nodes):
+        for value in node.reads:
+            last["value", value.id] = number
+        for value in node.outs:
+            key = "value", value.id
             first[key] = last[key] = number
-            values[key] = out
+            values[key] = value
+        for value in (*node.outs, *node.reads):
+            key = "quants", value.id
+            if quantized.get(value.id) == number:
+                first[key], values[key] = number, value
+            if value.id in quantized:
+                last[key] = number  # longer than needed where later reads are of the value itself
     for value in kept:
-        last["value", value.id] = len(ops)
+        last["value", value.id] = len(nodes)
     return [
         Need(key, quant_width(v.width) if key[0] == "quants" else 4 * v.width, v.gathered, first[key], last[key])
         for key, v in sorted(values.items(), key=lambda item: first[item[0]])
@@ -107,7 +111,7 @@ def needs(ops: Sequence[Op], kept: Iterable[Value]) -> list[Need]:
 def share_buffers(wanted: Sequence[Need]) -> tuple[dict[tuple[str, int], int], list[tuple[int, bool]]]:
     """-> number of the buffer of each key; width in bytes of each buffer, and whether it is for gathered rows.
 
-    A buffer is free again behind the last op that reads it: an op never writes over what it reads.
+    A buffer is free again behind the last node that reads it: a node never writes over what it reads.
     """
     sizes: list[tuple[int, bool]] = []
     busy_until: list[int] = []

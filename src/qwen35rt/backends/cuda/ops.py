@@ -17,13 +17,14 @@ from ...errors import BackendError
 from ...model.program import Op, Program, Value, View
 from ...model.weights import QTensor
 from ..base import Limits
-from .interface import Grid, Launcher
+from .fusion import QUANTIZING, Node, Part, fuse, quantizers, to_nodes
+from .interface import NOTHING, Grid, Launcher
 from .memory import AT, needs, share_buffers, wanted_values
 
 Go = Callable[["Step"], None]
 
 # Sizes that kernels are written for; see the constants of the same names in cuda/.
-WARPS, ROWS_OF_WARP = 4, 2
+WARPS, ROWS_OF_WARP, MAX_PARTS = 4, 2, 4
 QUERIES, CHUNK, PIECE, MAX_HEAD_DIM = 16, 32, 128, 256
 TILE_ROWS, TILE_X, TILES_BYTES = 64, 64, 24_576
 TILES_FROM = 16  # rows of x from which tiles on tensor cores take less time than passes over 8 rows
@@ -106,7 +107,9 @@ class Lowering:
     ) -> None:
         self.program, self.limits, self.launcher, self.pools = program, limits, launcher, pools
         self.step, self.weight, self.tensor_cores = step, weight, tensor_cores
-        chosen, sizes = share_buffers(needs(program.ops, wanted_values(program, keep)))
+        wanted = wanted_values(program, keep)
+        self.nodes = to_nodes(program) if keep else fuse(program, wanted)
+        chosen, sizes = share_buffers(needs(self.nodes, wanted))
         made = [
             launcher.empty(((limits.out_rows if gathered else limits.rows) * width,), np.uint8)
             for width, gathered in sizes
@@ -114,6 +117,7 @@ class Lowering:
         self.nbytes = sum(b.nbytes for b in made)
         self._buffers = {key: made[number] for key, number in chosen.items()}
         self._quantised: set[int] = set()
+        self._quantizers = quantizers(self.nodes)
         self._parts: Any = None
 
     def array(self, value: Value) -> Any:
@@ -121,6 +125,10 @@ class Lowering:
         rows = self.limits.out_rows if value.gathered else self.limits.rows
         flat = self._buffers["value", value.id][: rows * value.width * 4]
         return flat.view(np.float32).reshape(rows, value.width)
+
+    def has(self, value: Value) -> bool:
+        """False for a value that a fused launch never writes."""
+        return ("value", value.id) in self._buffers
 
     def view(self, view: View) -> tuple[Any, ...]:
         """Arguments of a view: array, width, offset, stride."""
@@ -153,6 +161,15 @@ class Lowering:
 
         return go
 
+    def own_quants(self, node: Node) -> Any:
+        """Where a node that can do so is to put its output as blocks of int8; NOTHING where nobody asks for it."""
+        value = node.op.outs[0]
+        made = self._quantizers.get(value.id)
+        if node.op.kind not in QUANTIZING or made is None or self.nodes[made] is not node:
+            return NOTHING
+        self._quantised.add(value.id)
+        return self._buffers["quants", value.id]
+
     def quants(self, value: Value) -> tuple[Any, list[Go]]:
         """A value as blocks of int8, and the launch that makes them where nothing did before."""
         made = self._buffers["quants", value.id]
@@ -171,16 +188,17 @@ def count(gathered: bool) -> int:
 
 def lower(lo: Lowering) -> Lowered:
     """All launches of a program. Raises BackendError for sizes that no kernel is written for."""
-    ops = tuple((op.kind, tuple(LOWER[op.kind](lo, op))) for op in lo.program.ops)
-    values = {v.name: lo.array(v) for v in lo.program.values}
+    ops = tuple((node.op.kind, tuple(LOWER[node.op.kind](lo, node))) for node in lo.nodes)
+    values = {v.name: lo.array(v) for v in lo.program.values if lo.has(v)}
     return Lowered(ops, values, lo.array(lo.program.logits), lo.nbytes)
 
 
 # ------------------------------------------------------------------------------------------ ops
-# Each takes the lowering and an op, and gives its launches.
+# Each takes the lowering and a node, and gives its launches.
 
 
-def embed(lo: Lowering, op: Op) -> Iterator[Go]:
+def embed(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     w = op.weights[0]
     data, scale = lo.weight(w)
     units = w.cols // 32 if w.format.quantized else w.cols
@@ -188,39 +206,54 @@ def embed(lo: Lowering, op: Op) -> Iterator[Go]:
     yield lo.launch("embed", "embed", lambda s: (up(units, 128), s.rows, 1), 128, 0, *args, variant=w.format.name)
 
 
-def _input(lo: Lowering, op: Op) -> tuple[Any, list[Go]]:
-    """The first input of a product: as blocks of int8 where the weights are quantised."""
-    value = op.ins[0].value
-    return lo.quants(value) if op.weights[0].format.quantized else (lo.array(value), [])
+def _input(lo: Lowering, value: Value, w: QTensor) -> tuple[Any, list[Go]]:
+    """The input of a product: as blocks of int8 where the weights are quantised."""
+    return lo.quants(value) if w.format.quantized else (lo.array(value), [])
 
 
-def linear(lo: Lowering, op: Op) -> Iterator[Go]:
-    w, out = op.weights[0], op.outs[0]
-    data, scale = lo.weight(w)
-    x, before = _input(lo, op)
+def linear(lo: Lowering, node: Node) -> Iterator[Go]:
+    by_format: dict[str, list[Part]] = {}
+    for part in node.parts:
+        by_format.setdefault(part.w.format.name, []).append(part)
+    for parts in by_format.values():
+        for at in range(0, len(parts), MAX_PARTS):
+            yield from _products(lo, node.op.ins[0].value, parts[at : at + MAX_PARTS])
+
+
+def _products(lo: Lowering, value: Value, parts: list[Part]) -> Iterator[Go]:
+    """One launch for matrices of one format."""
+    w, gathered = parts[0].w, parts[0].out.gathered
+    x, before = _input(lo, value, w)
     yield from before
-    args = data, scale, x, lo.array(out), lo.step, *i32(count(out.gathered), w.rows, w.cols, w.row_bytes)
+    args: list[Any] = []
+    for part in parts:
+        residual = NOTHING if part.residual is None else lo.array(part.residual)
+        args += [*lo.weight(part.w), residual, lo.array(part.out), np.int32(part.w.rows)]
+    args += [NOTHING, NOTHING, NOTHING, NOTHING, np.int32(0)] * (MAX_PARTS - len(parts))
+    args += [x, lo.step, *i32(count(gathered), w.cols, w.row_bytes)]
     kernels = {n: lo.launcher.kernel("linear", w.format.name, f"linear_{n}") for n in (1, 2, 4, 8)}
-    blocks = up(w.rows, WARPS * ROWS_OF_WARP)
+    blocks = sum(up(p.w.rows, WARPS * ROWS_OF_WARP) for p in parts)
+    tile_blocks = sum(up(p.w.rows, TILE_ROWS) for p in parts)
     tiles = None
     if w.format.quantized and lo.tensor_cores:
         tiles = lo.launcher.kernel("linear_tiles", w.format.name, "linear_tiles")
 
     def go(step: Step) -> None:
-        rows = step.of(out.gathered)
+        rows = step.of(gathered)
         if tiles is not None and rows >= TILES_FROM:
-            tiles((up(w.rows, TILE_ROWS), up(rows, TILE_X), 1), 128, TILES_BYTES, args)
+            tiles((tile_blocks, up(rows, TILE_X), 1), 128, TILES_BYTES, tuple(args))
         elif rows:
             n = 8 if rows > 4 else 4 if rows > 2 else rows
-            kernels[n]((blocks, up(rows, n), 1), 32 * WARPS, 0, args)
+            kernels[n]((blocks, up(rows, n), 1), 32 * WARPS, 0, tuple(args))
 
     yield go
 
 
-def moe_linear(lo: Lowering, op: Op) -> Iterator[Go]:
+def moe_linear(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     w, used, reduce = op.weights[0], op.attrs["used"], op.attrs["reduce"]
     data, scale = lo.weight(w)
-    x, before = _input(lo, op)
+    x, before = _input(lo, op.ins[0].value, w)
     yield from before
     scales = 0 if w.scale is None else w.scale.size
     sizes = i32(w.n_expert, scales, used, w.rows, w.cols, w.row_bytes)
@@ -231,36 +264,51 @@ def moe_linear(lo: Lowering, op: Op) -> Iterator[Go]:
     yield lo.launch("moe_linear", name, lambda s: (blocks, s.rows, depth), 32 * WARPS, 0, *args, variant=form)
 
 
-def _norm(lo: Lowering, op: Op, middle: tuple[Any, ...], last: float) -> Iterator[Go]:
+def _norm(lo: Lowering, node: Node, middle: tuple[Any, ...], last: float) -> Iterator[Go]:
+    op = node.op
     x, gathered = op.ins[0], op.outs[0].gathered
+    out = (lo.array(op.outs[0]),) if op.kind == "l2_norm" else (lo.array(op.outs[0]), lo.own_quants(node))
     block = 32 * min(8, up(x.dim, 128))
-    args = *lo.view(x), np.int32(x.dim), *middle, lo.array(op.outs[0]), lo.step, np.int32(count(gathered))
+    args = *lo.view(x), np.int32(x.dim), *middle, *out, lo.step, np.int32(count(gathered))
     yield lo.launch("norms", op.kind, lambda s: (x.heads, s.of(gathered), 1), block, 32, *args, np.float32(last))
 
 
-def rms_norm(lo: Lowering, op: Op) -> Iterator[Go]:
-    return _norm(lo, op, (lo.vector(op.vectors[0]),), op.attrs["eps"])
+def rms_norm(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
+    return _norm(lo, node, (lo.vector(op.vectors[0]),), op.attrs["eps"])
 
 
-def gated_rms_norm(lo: Lowering, op: Op) -> Iterator[Go]:
-    return _norm(lo, op, (*lo.view(op.ins[1]), lo.vector(op.vectors[0])), op.attrs["eps"])
+def gated_rms_norm(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
+    return _norm(lo, node, (*lo.view(op.ins[1]), lo.vector(op.vectors[0])), op.attrs["eps"])
 
 
-def l2_norm(lo: Lowering, op: Op) -> Iterator[Go]:
-    return _norm(lo, op, (), op.attrs["scale"])
+def l2_norm(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
+    return _norm(lo, node, (), op.attrs["scale"])
 
 
-def combine(lo: Lowering, op: Op) -> Iterator[Go]:
+def combine(lo: Lowering, node: Node) -> Iterator[Go]:
     """silu_mul, sigmoid_mul, add."""
+    op = node.op
     out = op.outs[0]
     a, b = (
         (lo.array(v.value), *i32(v.value.width, v.offset, v.dim, v.stride)) for v in op.ins
     )  # width, offset, dim, stride
-    args = *a, *b, np.int32(op.ins[1].width), lo.array(out), lo.step, *i32(count(out.gathered), out.width)
+    args = (
+        *a,
+        *b,
+        np.int32(op.ins[1].width),
+        lo.array(out),
+        lo.own_quants(node),
+        lo.step,
+        *i32(count(out.gathered), out.width),
+    )
     yield lo.launch("elementwise", op.kind, lambda s: (up(out.width, 128), s.of(out.gathered), 1), 128, 0, *args)
 
 
-def delta_gates(lo: Lowering, op: Op) -> Iterator[Go]:
+def delta_gates(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     out, heads = op.outs[0], op.ins[0].width
     a, b = (lo.view(v)[:3] for v in op.ins)
     vectors = (lo.vector(v) for v in op.vectors)
@@ -268,13 +316,15 @@ def delta_gates(lo: Lowering, op: Op) -> Iterator[Go]:
     yield lo.launch("elementwise", "delta_gates", lambda s: (up(heads, 128), s.of(out.gathered), 1), 128, 0, *args)
 
 
-def gather_rows(lo: Lowering, op: Op) -> Iterator[Go]:
+def gather_rows(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     x, out = op.ins[0].value, op.outs[0]
     args = lo.array(x), np.int32(x.width), lo.array(out), lo.step, np.int32(out.width)
     yield lo.launch("elementwise", "gather_rows", lambda s: (up(out.width, 128), s.outs, 1), 128, 0, *args)
 
 
-def rope(lo: Lowering, op: Op) -> Iterator[Go]:
+def rope(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     x, rot, sections = op.ins[0], op.attrs["rot"], op.attrs["sections"]
     turns = lo.vector(op.attrs["theta"] ** (-2.0 * np.arange(rot // 2) / rot), np.float64)
     args = *lo.view(x), *i32(x.heads, x.dim), turns, *i32(rot, 3 * sections[1], 3 * sections[2])
@@ -289,14 +339,16 @@ def _pool(lo: Lowering, op: Op) -> tuple[np.int32, ...]:
     return i32(op.layer, lo.limits.pages, shape.kv_heads, lo.limits.page_tokens, shape.head_dim)
 
 
-def kv_append(lo: Lowering, op: Op) -> Iterator[Go]:
+def kv_append(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     k, v = op.ins
     args = *lo.view(k), *lo.view(v), lo.pools.keys, lo.pools.values, lo.step, *_pool(lo, op)
     grid = up(k.width, 128)
     yield lo.launch("kv_append", "kv_append", lambda s: (grid, s.rows, 1), 128, 0, *args, variant=lo.limits.kv_dtype)
 
 
-def attention(lo: Lowering, op: Op) -> Iterator[Go]:
+def attention(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     q, kv_heads = op.ins[0], op.attrs["kv_heads"]
     heads, dim, group = q.heads, q.dim, q.heads // kv_heads
     out, parts = lo.array(op.outs[0]), lo.parts(heads, dim)
@@ -315,7 +367,8 @@ def attention(lo: Lowering, op: Op) -> Iterator[Go]:
     yield go
 
 
-def conv1d_silu(lo: Lowering, op: Op) -> Iterator[Go]:
+def conv1d_silu(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     shape, x = lo.program.state, lo.array(op.ins[0].value)
     if shape.conv_kernel > MAX_TAPS:
         raise BackendError(f"a convolution over {shape.conv_kernel} rows; the CUDA kernels take up to {MAX_TAPS}")
@@ -334,7 +387,8 @@ def conv1d_silu(lo: Lowering, op: Op) -> Iterator[Go]:
     yield go
 
 
-def delta_net(lo: Lowering, op: Op) -> Iterator[Go]:
+def delta_net(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     q, k, v, gates = op.ins
     d, heads = v.dim, v.heads
     columns = next((c for c in DELTA_COLUMNS if c * DELTA_LANES >= d), None)
@@ -347,13 +401,14 @@ def delta_net(lo: Lowering, op: Op) -> Iterator[Go]:
     yield lo.launch("delta_net", name, lambda s: (blocks, heads, len(s.counts)), 256, 0, *args, out, lo.step, *sizes)
 
 
-def moe_route(lo: Lowering, op: Op) -> Iterator[Go]:
+def moe_route(lo: Lowering, node: Node) -> Iterator[Go]:
+    op = node.op
     x, out = op.ins[0], op.outs[0]
     args = *lo.view(x)[:3], *i32(x.width, op.attrs["used"]), lo.array(out), lo.step, np.int32(count(out.gathered))
     yield lo.launch("moe_route", "moe_route", lambda s: (s.of(out.gathered), 1, 1), 32, 0, *args)
 
 
-LOWER: dict[str, Callable[[Lowering, Op], Iterator[Go]]] = {
+LOWER: dict[str, Callable[[Lowering, Node], Iterator[Go]]] = {
     "embed": embed,
     "rms_norm": rms_norm,
     "linear": linear,

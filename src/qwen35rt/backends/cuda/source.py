@@ -59,7 +59,7 @@ def kernels(file: str) -> list[str]:
     """Names of the kernels of a file; those that a macro makes (``delta_net_##COLUMNS``) are written out."""
     text = source(file)
     made = [name for name in _KERNEL.findall(text) if not name.endswith("_")]
-    for stem, argument in re.findall(r"__launch_bounds__\(\d+\) (\w+_)##(\w+)\(", text):
+    for stem, argument in re.findall(r"__launch_bounds__\(\d+\)[\s\\]+(\w+_)##(\w+)\(", text):
         users = re.findall(rf"^{stem.rstrip('_').upper()}\((\w+)\)$", text, re.MULTILINE)
         made += [stem + value for value in users if value != argument]
     return made
