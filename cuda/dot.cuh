@@ -1,5 +1,6 @@
 // Products of weight rows with rows of x: a warp works on ROWS_OF_WARP weight rows and on NX rows
 // of x. The order of a sum depends on neither number, so a row's result is the same in any step.
+// dot_rows gives a lane the product of w[i % NR] with x[i / NR], i = lane / (32 / (NR * NX)).
 #ifndef QRT_DOT_CUH
 #define QRT_DOT_CUH
 #include "unpack.cuh"
@@ -11,12 +12,11 @@
 typedef float input; // x: [rows][cols] float32
 INLINE i64 input_width(int cols) { return cols; }
 
-// sum[r][n] = w[r] . x[n]; all lanes get all sums
 template <int NR, int NX>
-INLINE void dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int cols,
-                     float (&sum)[NR][NX]) {
-    for (int r = 0; r < NR; r++)
-        for (int n = 0; n < NX; n++) sum[r][n] = 0;
+INLINE float dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int cols) {
+    float sum[NX * NR];
+#    pragma unroll
+    for (int i = 0; i < NX * NR; i++) sum[i] = 0;
     for (int i = threadIdx.x % 32; i < cols; i += 32) {
         float v[NR];
 #    pragma unroll
@@ -25,13 +25,10 @@ INLINE void dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int 
         for (int n = 0; n < NX; n++) {
             float a = x[n][i];
 #    pragma unroll
-            for (int r = 0; r < NR; r++) sum[r][n] = fmaf(v[r], a, sum[r][n]);
+            for (int r = 0; r < NR; r++) sum[n * NR + r] = fmaf(v[r], a, sum[n * NR + r]);
         }
     }
-#    pragma unroll
-    for (int r = 0; r < NR; r++)
-#    pragma unroll
-        for (int n = 0; n < NX; n++) sum[r][n] = warp_sum(sum[r][n]);
+    return warp_sums(sum);
 }
 #else
 typedef Quants input; // x: [rows][cols / 32]
@@ -59,10 +56,10 @@ INLINE float unit_product(const Unit &w, const int (&q)[8], float d, const float
 }
 
 template <int NR, int NX>
-INLINE void dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int cols,
-                     float (&sum)[NR][NX]) {
-    for (int r = 0; r < NR; r++)
-        for (int n = 0; n < NX; n++) sum[r][n] = 0;
+INLINE float dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int cols) {
+    float sum[NX * NR];
+#    pragma unroll
+    for (int i = 0; i < NX * NR; i++) sum[i] = 0;
     for (int i = threadIdx.x % 32; i < cols / 32; i += 32) {
         Unit u[NR];
 #    pragma unroll
@@ -71,13 +68,11 @@ INLINE void dot_rows(const u8 *const (&w)[NR], const input *const (&x)[NX], int 
         for (int n = 0; n < NX; n++) {
             Quants v = x[n][i];
 #    pragma unroll
-            for (int r = 0; r < NR; r++) sum[r][n] = unit_product(u[r], v.q, v.d, v.s, sum[r][n]);
+            for (int r = 0; r < NR; r++)
+                sum[n * NR + r] = unit_product(u[r], v.q, v.d, v.s, sum[n * NR + r]);
         }
     }
-#    pragma unroll
-    for (int r = 0; r < NR; r++)
-#    pragma unroll
-        for (int n = 0; n < NX; n++) sum[r][n] = warp_sum(sum[r][n]);
+    return warp_sums(sum);
 }
 #endif
 #endif

@@ -17,14 +17,10 @@ INLINE void linear(Part part, int block, const input *x, const int *step, int co
         weights[r] = part.w + (i64)(row + r < rows ? row + r : row) * row_bytes;
 #pragma unroll
     for (int i = 0; i < NX; i++) inputs[i] = x + (i64)(t + i < n ? t + i : t) * input_width(cols);
-    float sum[ROWS_OF_WARP][NX];
-    dot_rows(weights, inputs, cols, sum);
-    if (threadIdx.x % 32) return;
-#pragma unroll
-    for (int i = 0; i < NX; i++)
-#pragma unroll
-        for (int r = 0; r < ROWS_OF_WARP; r++)
-            if (t + i < n && row + r < rows) store(part, t + i, row + r, sum[r][i]);
+    float sum = dot_rows(weights, inputs, cols);
+    const int lane = threadIdx.x % 32, lanes = 32 / (ROWS_OF_WARP * NX);
+    int i = lane / lanes / ROWS_OF_WARP, r = lane / lanes % ROWS_OF_WARP;
+    if (lane % lanes == 0 && t + i < n && row + r < rows) store(part, t + i, row + r, sum);
 }
 
 #define LINEAR(NX)                                                                                 \

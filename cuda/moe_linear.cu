@@ -6,9 +6,8 @@ INLINE float expert_product(const u8 *w, const float *scale, int scales, const i
                             int row, int rows, int cols, int row_bytes) {
     const u8 *weights[1] = {w + ((i64)e * rows + row) * row_bytes};
     const input *inputs[1] = {x};
-    float sum[1][1];
-    dot_rows(weights, inputs, cols, sum);
-    return scale ? sum[0][0] * scale[scales > 1 ? e : 0] : sum[0][0];
+    float sum = dot_rows(weights, inputs, cols);
+    return scale ? sum * scale[scales > 1 ? e : 0] : sum;
 }
 
 // The expert in place i of a route; what is no number of an expert (a NaN) stays in range.

@@ -1,5 +1,5 @@
 // rope: rotates the first columns of each head by the row's three-axis position; copies the rest.
-#include "common.cuh"
+#include "heads.cuh"
 
 // Cosine and sine of an angle below 2^20, exact to float32: the quarter turns are taken off in
 // double, in two parts of which the first has so few bits that its product is exact.
@@ -18,16 +18,19 @@ INLINE void rotation(double angle, float *cosine, float *sine) {
     *sine = quarter & 2 ? -b : b;
 }
 
-// x: [T, heads, dim], element (t, h, d) at t * ld + offset + h * stride + d   out: [T, heads * dim]
 // turns: [rot / 2] radians for one position; pair j takes the axis j % 3 while j < limits of that
-// axis   grid: heads * dim / 128, T
+// axis   grid: heads of both views * dim / 128, T
 extern "C" __global__ void __launch_bounds__(128)
-    rope(const float *x, int ld, int offset, int stride, int heads, int dim, const double *turns,
-         int rot, int limit1, int limit2, float *out, const int *step) {
-    int t = blockIdx.y, c = blockIdx.x * 128 + threadIdx.x, rows = step[N_ROWS];
-    if (t >= rows || c >= heads * dim) return;
-    int d = c % dim, half = rot / 2;
-    const float *from = x + (i64)t * ld + offset + c / dim * stride;
+    rope(HEADS(0), HEADS(1), int dim, const double *turns, int rot, int limit1, int limit2,
+         const int *step) {
+    const Heads first = HEADS_GIVEN(0), second = HEADS_GIVEN(1);
+    const int t = blockIdx.y, c = blockIdx.x * 128 + threadIdx.x, rows = step[N_ROWS];
+    if (t >= rows || c >= (heads0 + heads1) * dim) return;
+    const int d = c % dim, half = rot / 2;
+    const bool one = c / dim < heads0;
+    const Heads v = one ? first : second;
+    const int h = one ? c / dim : c / dim - heads0;
+    const float *from = head_of(v, t, h);
     float y = from[d];
     if (d < rot) {
         int j = d % half, axis = j % 3;
@@ -37,5 +40,5 @@ extern "C" __global__ void __launch_bounds__(128)
         float other = from[d < half ? d + half : d - half];
         y = fmaf(d < half ? -other : other, sine, y * cosine);
     }
-    out[(i64)t * heads * dim + c] = y;
+    out_of(v, t, h, dim)[d] = y;
 }

@@ -42,6 +42,26 @@ def test_products_of_one_input_and_the_add_behind_one_share_launches() -> None:
     assert sum(node.ops for node in nodes) == len(program.ops)
 
 
+def test_norms_and_rotations_of_queries_and_keys_share_launches() -> None:
+    """Of heads of one size and with equal numbers, where the second does not read the first."""
+    rng, b = np.random.default_rng(4), Builder()
+    x = b.embed(random_tensor(rng, "table", "F32", 8, 128))
+    w = np.ones(32, np.float32)
+    q = b.rms_norm(x.view(2, 32), w, 1e-6, "q")
+    k = b.rms_norm(x.view(1, 32, 64), w, 1e-6, "k")
+    q, k = b.rope(q.view(2, 32), 1e7, 8, (2, 1, 1), "qr"), b.rope(k.view(1, 32), 1e7, 8, (2, 1, 1), "kr")
+    a = b.l2_norm(q.view(2, 32), 0.5, "a")
+    c = b.l2_norm(a.view(4, 16), 1.0, "c")  # another size, and of what was just made
+    d = b.rms_norm(c.view(2, 32), w, 1e-5, "d")
+    e = b.rms_norm(c.view(2, 32), w, 1e-6, "e")  # another eps
+    out = b.gather_rows(b.add(d, e, "y"), "out")
+    program = Program(tuple(b.ops), tuple(b.values), x, out, SHAPE, 8)
+    nodes = fuse(program, [out])
+    paired = [(n.op.outs[0].name, n.second.outs[0].name) for n in nodes if n.second]
+    assert paired == [("q", "k"), ("qr", "kr")]
+    assert k in [v for n in nodes for v in n.outs]
+
+
 def test_a_product_that_is_read_again_or_asked_for_stays() -> None:
     program, made = _program(again=True)
     assert _kinds(fuse(program, [program.logits])).count("add") == 2

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qwen35rt.backends.cuda import ops, source
+from qwen35rt.backends.cuda import lowering, ops, sample, source
 from qwen35rt.errors import KernelCompileError
 from qwen35rt.formats import FORMATS
 
@@ -44,8 +44,9 @@ def test_sizes_equal_those_of_the_kernels() -> None:
         (found,) = re.findall(rf"^#define {name} (\d+)", source.source(file), re.MULTILINE)
         return int(found)
 
-    for name in ("QUERIES", "CHUNK", "PIECE"):
-        assert number("attention", name) == getattr(ops, name)
+    assert (number("attention", "QUERIES"), number("attention", "CHUNK")) == (ops.QUERIES, ops.CHUNK)
+    assert number("attention", "PIECE") == lowering.PIECE
+    assert number("sample", "PART") == sample.TOP_PART
     assert 32 * number("attention", "LANES_OF_DIM") == ops.MAX_HEAD_DIM
     assert (number("linear", "WARPS"), number("linear", "ROWS_OF_WARP")) == (ops.WARPS, ops.ROWS_OF_WARP)
     assert (number("linear_tiles", "TILE_ROWS"), number("linear_tiles", "TILE_X")) == (ops.TILE_ROWS, ops.TILE_X)

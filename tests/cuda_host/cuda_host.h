@@ -42,7 +42,7 @@ struct Fiber {
     char *stack;
     State state;
     bool made;
-    unsigned index, shuffles;
+    unsigned index, place, shuffles; // place: in the order
 };
 
 struct Warp {
@@ -84,6 +84,14 @@ namespace cuda_host {
 // Jumps are made with setjmp, which costs no system call; the address sanitizer has to be told of
 // another stack and cannot follow a jump, so there the slow way is taken.
 
+static void enter(Fiber *f) {
+    host.now = f;
+    threadIdx.x = f->index % blockDim.x;
+    threadIdx.y = f->index / blockDim.x % blockDim.y;
+    threadIdx.z = f->index / blockDim.x / blockDim.y;
+}
+
+// Gives way to the next fiber in the order that can go on, else to the scheduler.
 static void to_scheduler() {
     Fiber *f = host.now;
 #ifdef HOST_ASAN
@@ -92,7 +100,16 @@ static void to_scheduler() {
     swapcontext(&f->context, &host.main);
     __sanitizer_finish_switch_fiber(fake, NULL, NULL);
 #else
-    if (!_setjmp(f->at)) _longjmp(host.scheduler, 1);
+    if (_setjmp(f->at)) return;
+    for (unsigned i = 1; i < host.threads; i++) {
+        unsigned place = f->place + i;
+        Fiber *next = &host.fiber[host.order[place < host.threads ? place : place - host.threads]];
+        if (next->state == READY && next->made) {
+            enter(next);
+            _longjmp(next->at, 1);
+        }
+    }
+    _longjmp(host.scheduler, 1);
 #endif
 }
 
@@ -109,10 +126,7 @@ static void body() {
 }
 
 static void resume(Fiber *f) {
-    host.now = f;
-    threadIdx.x = f->index % blockDim.x;
-    threadIdx.y = f->index / blockDim.x % blockDim.y;
-    threadIdx.z = f->index / blockDim.x / blockDim.y;
+    enter(f);
     if (!f->made) {
         f->made = true;
         if (!f->stack) f->stack = (char *)malloc(STACK);
@@ -202,6 +216,7 @@ static void make_order(int order) {
         host.order[i - 1] = host.order[j];
         host.order[j] = swap;
     }
+    for (unsigned i = 0; i < n; i++) host.fiber[host.order[i]].place = i;
 }
 
 static const char *run_grid(void (*kernel)(void **), void **args, const unsigned *grid,

@@ -19,8 +19,9 @@ from ...model.program import Program
 from ...model.weights import QTensor
 from ..base import Batch, Float, Int, Limits, StepReport, check_batch, check_number, check_state
 from .interface import NOTHING, Launcher
+from .lowering import PIECE, Lowered, Lowering, Pools, Step, part_rows, up
 from .memory import HEADER, pack_step
-from .ops import PIECE, Lowered, Lowering, Pools, Step, lower, part_rows, up
+from .ops import lower
 from .sample import TopK
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,6 @@ class CudaExecutable:
         began = time.perf_counter()
         with self.launcher.activate():
             lowered, op_seconds = self._launch(batch, keep, None)
-            logits: Float = self.launcher.download(lowered.logits[: len(batch.out_rows)])
             gathered = {v.name: v.gathered for v in self.program.values}
             values = {
                 name: self.launcher.download(
@@ -115,6 +115,7 @@ class CudaExecutable:
                 ).copy()
                 for name in keep
             }
+            logits: Float = self.launcher.download(lowered.logits[: len(batch.out_rows)])  # valid until the next copy
         return logits, self._report(batch, began, op_seconds, values)
 
     def run_top(self, batch: Batch, k: int) -> tuple[Int, Float, StepReport]:

@@ -1,7 +1,8 @@
-"""Which ops of a program share a launch. Three rules, none of which changes a bit of any result:
+"""Which ops of a program share a launch. Four rules, none of which changes a bit of any result:
 
 - ``residual_into_linear``: the add that follows a product joins it;
 - ``join_linears``: adjacent products of the same input become one node with several parts;
+- ``join_heads``: two adjacent norms or rotations of heads of one size (of queries and keys) become one node;
 - ``quantizers``: a value that meets quantised weights is quantised where it is computed, if that op can.
 """
 
@@ -15,6 +16,7 @@ from ...model.program import Op, Program, Value
 from ...model.weights import QTensor
 
 PRODUCTS = ("linear", "moe_linear")
+PAIRED = {"rms_norm": ("eps",), "l2_norm": (), "rope": ("theta", "rot", "sections")}  # and what must be equal
 QUANTIZING = ("rms_norm", "gated_rms_norm", "silu_mul", "sigmoid_mul")
 
 
@@ -29,20 +31,22 @@ class Part:
 
 @dataclass
 class Node:
-    """What is launched together. ``parts`` replace weights and outputs of a linear; ``ops`` counts those it stands
-    for."""
+    """What is launched together. ``parts`` replace weights and outputs of a linear; ``second`` is done beside ``op``;
+    ``ops`` counts those it stands for."""
 
     op: Op
     parts: list[Part] = field(default_factory=list)
+    second: Op | None = None
     ops: int = 1
 
     @property
     def outs(self) -> list[Value]:
-        return [p.out for p in self.parts] or list(self.op.outs)
+        return [p.out for p in self.parts] or [*self.op.outs, *(self.second.outs if self.second else ())]
 
     @property
     def reads(self) -> list[Value]:
-        return [v.value for v in self.op.ins] + [p.residual for p in self.parts if p.residual is not None]
+        views = [*self.op.ins, *(self.second.ins if self.second else ())]
+        return [v.value for v in views] + [p.residual for p in self.parts if p.residual is not None]
 
     @property
     def weights(self) -> list[QTensor]:
@@ -90,9 +94,31 @@ def join_linears(nodes: Sequence[Node]) -> list[Node]:
     return out
 
 
+def join_heads(nodes: Sequence[Node]) -> list[Node]:
+    """Two adjacent ops of one kind on heads of one size become one node."""
+    out: list[Node] = []
+    for node in nodes:
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and last.second is None
+            and node.op.kind == last.op.kind
+            and node.op.kind in PAIRED
+            and node.op.ins[0].dim == last.op.ins[0].dim
+            and node.op.outs[0].gathered == last.op.outs[0].gathered
+            and all(node.op.attrs[name] == last.op.attrs[name] for name in PAIRED[node.op.kind])
+            and last.op.outs[0] not in node.reads
+        ):
+            last.second = node.op
+            last.ops += 1
+        else:
+            out.append(node)
+    return out
+
+
 def fuse(program: Program, wanted: Iterable[Value]) -> list[Node]:
     """The nodes of a program of which the values of ``wanted`` are asked for."""
-    return join_linears(residual_into_linear(to_nodes(program), wanted))
+    return join_heads(join_linears(residual_into_linear(to_nodes(program), wanted)))
 
 
 def quantizers(nodes: Sequence[Node]) -> dict[int, int]:
@@ -103,7 +129,7 @@ def quantizers(nodes: Sequence[Node]) -> dict[int, int]:
     for number, node in enumerate(nodes):
         if node.op.kind in PRODUCTS and any(w.format.quantized for w in node.weights):
             value = node.op.ins[0].value
-            maker = nodes[made[value.id]].op
-            whole = maker.kind in QUANTIZING and maker.ins[0].dim % 32 == 0
+            maker = nodes[made[value.id]]
+            whole = maker.op.kind in QUANTIZING and maker.op.ins[0].dim % 32 == 0 and maker.second is None
             chosen.setdefault(value.id, made[value.id] if whole else number)
     return chosen

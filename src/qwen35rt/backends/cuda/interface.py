@@ -21,7 +21,8 @@ class Kernel(Protocol):
 class Launcher(Protocol):
     """What the backend needs of a device: arrays (``xp``: CuPy, or NumPy in emulation), kernels, copies, graphs.
 
-    Everything runs in order on one stream. Raises OutOfMemory, KernelCompileError, BackendError.
+    Everything runs in order on one stream. What ``download`` gives is valid until the next call.
+    Raises OutOfMemory, KernelCompileError, BackendError.
     """
 
     xp: Any

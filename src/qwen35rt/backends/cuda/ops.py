@@ -1,4 +1,4 @@
-"""Turns a Program into launches: for each op the kernels, their arguments, grids, blocks and shared memory.
+"""Turns the nodes of a program into launches: kernels, their arguments, grids, blocks and shared memory.
 
 Receives the launcher; imports no device library. The sizes of grids come from a Step, everything else is fixed here.
 Kernels read counts on the device, so a Step may name more rows and sequences than there are.
@@ -7,183 +7,24 @@ Kernels read counts on the device, so a Step may name more rows and sequences th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import BackendError
-from ...model.program import Op, Program, Value, View
+from ...model.program import Op, Value
 from ...model.weights import QTensor
-from ..base import Limits
-from .fusion import QUANTIZING, Node, Part, fuse, quantizers, to_nodes
-from .interface import NOTHING, Grid, Launcher
-from .memory import AT, needs, share_buffers, wanted_values
-
-Go = Callable[["Step"], None]
+from .fusion import Node, Part
+from .interface import NOTHING
+from .lowering import Go, Lowered, Lowering, Step, count, i32, up
 
 # Sizes that kernels are written for; see the constants of the same names in cuda/.
 WARPS, ROWS_OF_WARP, MAX_PARTS = 4, 2, 4
-QUERIES, CHUNK, PIECE, MAX_HEAD_DIM = 16, 32, 128, 256
+QUERIES, CHUNK, MAX_HEAD_DIM = 16, 32, 256
 TILE_ROWS, TILE_X, TILES_BYTES = 64, 64, 24_576
 TILES_FROM = 16  # rows of x from which tiles on tensor cores take less time than passes over 8 rows
 CONV_TILE, MAX_TAPS = 32, 8
 DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Sizes that grids depend on. ``counts``: rows of each sequence; ``outs``: rows whose logits are wanted;
-    ``pieces``: blocks that share a row's attention, 0 where one block does all."""
-
-    counts: tuple[int, ...]
-    outs: int
-    pieces: int = 0
-
-    @property
-    def rows(self) -> int:
-        return sum(self.counts)
-
-    def of(self, gathered: bool) -> int:
-        """Rows of a value."""
-        return self.outs if gathered else self.rows
-
-
-@dataclass(frozen=True)
-class Pools:
-    """State on the device; see Limits and StateShape for the shapes."""
-
-    keys: Any
-    values: Any
-    delta: Any
-    conv: Any
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """Launches of each op with its kind, in order; where values are; bytes of all buffers."""
-
-    ops: tuple[tuple[str, tuple[Go, ...]], ...]
-    values: dict[str, Any]
-    logits: Any
-    nbytes: int
-
-    def go(self, step: Step) -> None:
-        """Launch everything."""
-        for _, launches in self.ops:
-            for go in launches:
-                go(step)
-
-
-def i32(*numbers: int) -> tuple[np.int32, ...]:
-    """Arguments of kernels."""
-    return tuple(np.int32(n) for n in numbers)
-
-
-def up(n: int, unit: int) -> int:
-    """n / unit, rounded up."""
-    return -(-n // unit)
-
-
-def part_rows(limits: Limits) -> int:
-    """Pairs of a row and a piece for whose sums there is room: beyond them there are blocks enough without pieces."""
-    return min(4096, limits.slots * up(limits.pages * limits.page_tokens, PIECE))
-
-
-class Lowering:
-    """What the functions below need to turn one op into launches."""
-
-    def __init__(
-        self,
-        program: Program,
-        limits: Limits,
-        launcher: Launcher,
-        pools: Pools,
-        step: Any,
-        weight: Callable[[QTensor], tuple[Any, Any]],
-        keep: bool,
-        tensor_cores: bool,
-    ) -> None:
-        self.program, self.limits, self.launcher, self.pools = program, limits, launcher, pools
-        self.step, self.weight, self.tensor_cores = step, weight, tensor_cores
-        wanted = wanted_values(program, keep)
-        self.nodes = to_nodes(program) if keep else fuse(program, wanted)
-        chosen, sizes = share_buffers(needs(self.nodes, wanted))
-        made = [
-            launcher.empty(((limits.out_rows if gathered else limits.rows) * width,), np.uint8)
-            for width, gathered in sizes
-        ]
-        self.nbytes = sum(b.nbytes for b in made)
-        self._buffers = {key: made[number] for key, number in chosen.items()}
-        self._quantised: set[int] = set()
-        self._quantizers = quantizers(self.nodes)
-        self._parts: Any = None
-
-    def array(self, value: Value) -> Any:
-        """A value [rows, width]."""
-        rows = self.limits.out_rows if value.gathered else self.limits.rows
-        flat = self._buffers["value", value.id][: rows * value.width * 4]
-        return flat.view(np.float32).reshape(rows, value.width)
-
-    def has(self, value: Value) -> bool:
-        """False for a value that a fused launch never writes."""
-        return ("value", value.id) in self._buffers
-
-    def view(self, view: View) -> tuple[Any, ...]:
-        """Arguments of a view: array, width, offset, stride."""
-        return (self.array(view.value), *i32(view.value.width, view.offset, view.stride))
-
-    def vector(self, numbers: npt.ArrayLike, dtype: npt.DTypeLike = np.float32) -> Any:
-        """A small array of weights on the device."""
-        host = np.ascontiguousarray(numbers, dtype).reshape(-1)
-        array = self.launcher.empty(host.shape, dtype)
-        self.launcher.upload(array, host)
-        return array
-
-    def parts(self, heads: int, dim: int) -> Any:
-        """Room for the pieces' sums, shared by all layers."""
-        if self._parts is None:
-            self._parts = self.launcher.empty((part_rows(self.limits) * heads * (dim + 2),), np.float32)
-            self.nbytes += self._parts.nbytes
-        return self._parts
-
-    def launch(
-        self, file: str, name: str, grid: Callable[[Step], Grid], block: int, shared: int, *args: Any, variant: str = ""
-    ) -> Go:
-        """A launch whose grid alone depends on the step; none where the grid is empty."""
-        kernel = self.launcher.kernel(file, variant, name)
-
-        def go(step: Step) -> None:
-            size = grid(step)
-            if all(size):
-                kernel(size, block, shared, args)
-
-        return go
-
-    def own_quants(self, node: Node) -> Any:
-        """Where a node that can do so is to put its output as blocks of int8; NOTHING where nobody asks for it."""
-        value = node.op.outs[0]
-        made = self._quantizers.get(value.id)
-        if node.op.kind not in QUANTIZING or made is None or self.nodes[made] is not node:
-            return NOTHING
-        self._quantised.add(value.id)
-        return self._buffers["quants", value.id]
-
-    def quants(self, value: Value) -> tuple[Any, list[Go]]:
-        """A value as blocks of int8, and the launch that makes them where nothing did before."""
-        made = self._buffers["quants", value.id]
-        if value.id in self._quantised:
-            return made, []
-        self._quantised.add(value.id)
-        cols, gathered = value.width, value.gathered
-        args = self.array(value), made, self.step, *i32(count(gathered), cols)
-        return made, [self.launch("quantize", "quantize", lambda s: (up(cols, 512), s.of(gathered), 1), 128, 0, *args)]
-
-
-def count(gathered: bool) -> int:
-    """Where a step's number of rows is."""
-    return AT["N_OUTS"] if gathered else AT["N_ROWS"]
 
 
 def lower(lo: Lowering) -> Lowered:
@@ -264,28 +105,47 @@ def moe_linear(lo: Lowering, node: Node) -> Iterator[Go]:
     yield lo.launch("moe_linear", name, lambda s: (blocks, s.rows, depth), 32 * WARPS, 0, *args, variant=form)
 
 
-def _norm(lo: Lowering, node: Node, middle: tuple[Any, ...], last: float) -> Iterator[Go]:
-    op = node.op
-    x, gathered = op.ins[0], op.outs[0].gathered
-    out = (lo.array(op.outs[0]),) if op.kind == "l2_norm" else (lo.array(op.outs[0]), lo.own_quants(node))
+def _heads(lo: Lowering, op: Op | None) -> tuple[Any, ...]:
+    """A view and its output; NOTHING without heads for none."""
+    if op is None:
+        return NOTHING, *i32(0, 0, 0, 0), NOTHING
+    x = op.ins[0]
+    return *lo.view(x), np.int32(x.heads), lo.array(op.outs[0])
+
+
+def _norm(lo: Lowering, node: Node, *args: Any) -> Iterator[Go]:
+    """A launch with a block for each head."""
+    x, gathered = node.op.ins[0], node.op.outs[0].gathered
+    heads = x.heads + (node.second.ins[0].heads if node.second else 0)
     block = 32 * min(8, up(x.dim, 128))
-    args = *lo.view(x), np.int32(x.dim), *middle, *out, lo.step, np.int32(count(gathered))
-    yield lo.launch("norms", op.kind, lambda s: (x.heads, s.of(gathered), 1), block, 32, *args, np.float32(last))
+    yield lo.launch("norms", node.op.kind, lambda s: (heads, s.of(gathered), 1), block, 32, *args)
+
+
+def _rows_of(lo: Lowering, node: Node) -> tuple[Any, ...]:
+    """The step and where it has the number of rows of a node."""
+    return lo.step, np.int32(count(node.op.outs[0].gathered))
 
 
 def rms_norm(lo: Lowering, node: Node) -> Iterator[Go]:
-    op = node.op
-    return _norm(lo, node, (lo.vector(op.vectors[0]),), op.attrs["eps"])
+    op, second = node.op, node.second
+    w = [lo.vector(op.vectors[0]), lo.vector(second.vectors[0]) if second else NOTHING]
+    dim, eps = np.int32(op.ins[0].dim), np.float32(op.attrs["eps"])
+    args = *_heads(lo, op), w[0], *_heads(lo, second), w[1], dim, lo.own_quants(node), *_rows_of(lo, node), eps
+    return _norm(lo, node, *args)
 
 
 def gated_rms_norm(lo: Lowering, node: Node) -> Iterator[Go]:
     op = node.op
-    return _norm(lo, node, (*lo.view(op.ins[1]), lo.vector(op.vectors[0])), op.attrs["eps"])
+    dim, eps = np.int32(op.ins[0].dim), np.float32(op.attrs["eps"])
+    z, w = lo.view(op.ins[1]), lo.vector(op.vectors[0])
+    return _norm(lo, node, *_heads(lo, op), *z, w, dim, lo.own_quants(node), *_rows_of(lo, node), eps)
 
 
 def l2_norm(lo: Lowering, node: Node) -> Iterator[Go]:
-    op = node.op
-    return _norm(lo, node, (), op.attrs["scale"])
+    op, second = node.op, node.second
+    scales = [np.float32(o.attrs["scale"] if o else 0) for o in (op, second)]
+    first, other = (*_heads(lo, op), scales[0]), (*_heads(lo, second), scales[1])
+    return _norm(lo, node, *first, *other, np.int32(op.ins[0].dim), *_rows_of(lo, node))
 
 
 def combine(lo: Lowering, node: Node) -> Iterator[Go]:
@@ -324,12 +184,12 @@ def gather_rows(lo: Lowering, node: Node) -> Iterator[Go]:
 
 
 def rope(lo: Lowering, node: Node) -> Iterator[Go]:
-    op = node.op
-    x, rot, sections = op.ins[0], op.attrs["rot"], op.attrs["sections"]
+    op, rot, sections = node.op, node.op.attrs["rot"], node.op.attrs["sections"]
     turns = lo.vector(op.attrs["theta"] ** (-2.0 * np.arange(rot // 2) / rot), np.float64)
-    args = *lo.view(x), *i32(x.heads, x.dim), turns, *i32(rot, 3 * sections[1], 3 * sections[2])
-    out = lo.array(op.outs[0])
-    yield lo.launch("rope", "rope", lambda s: (up(x.width, 128), s.rows, 1), 128, 0, *args, out, lo.step)
+    width = op.ins[0].width + (node.second.ins[0].width if node.second else 0)
+    sizes = i32(rot, 3 * sections[1], 3 * sections[2])
+    args = *_heads(lo, op), *_heads(lo, node.second), np.int32(op.ins[0].dim), turns, *sizes, lo.step
+    yield lo.launch("rope", "rope", lambda s: (up(width, 128), s.rows, 1), 128, 0, *args)
 
 
 def _pool(lo: Lowering, op: Op) -> tuple[np.int32, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .interface import Launcher
-from .ops import Go, Step, i32, up
+from .lowering import Go, Step, i32, up
 
 TOP_PART = 2048  # columns of a block: PART of cuda/sample.cu
 
