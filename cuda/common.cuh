@@ -120,19 +120,20 @@ INLINE float warp_max(float v) {
 
 // Sums of N values (a power of two up to 32) at once, each of which is added up as in warp_sum. A
 // lane ends with one of them: number lane / (32 / N).
-template <int N> INLINE float warp_sums(float (&v)[N]) {
-    int lanes = 16;
+template <int N, int LANES = 16> INLINE float warp_sums(float (&v)[N]) {
+    if constexpr (N == 1) {
+        for (int lanes = LANES; lanes; lanes >>= 1) v[0] += __shfl_xor_sync(ALL_LANES, v[0], lanes);
+        return v[0];
+    } else { // half the lanes go on with half of the values
+        const bool upper = threadIdx.x & LANES;
+        float half[N / 2];
 #pragma unroll
-    for (int n = N / 2; n; n /= 2, lanes /= 2) { // half the lanes go on with half of the values
-        bool upper = threadIdx.x & lanes;
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            float keep = upper ? v[i + n] : v[i], give = upper ? v[i] : v[i + n];
-            v[i] = keep + __shfl_xor_sync(ALL_LANES, give, lanes);
+        for (int i = 0; i < N / 2; i++) {
+            float keep = upper ? v[i + N / 2] : v[i], give = upper ? v[i] : v[i + N / 2];
+            half[i] = keep + __shfl_xor_sync(ALL_LANES, give, LANES);
         }
+        return warp_sums<N / 2, LANES / 2>(half);
     }
-    for (; lanes; lanes /= 2) v[0] += __shfl_xor_sync(ALL_LANES, v[0], lanes);
-    return v[0];
 }
 
 // Over all threads of a block; part: shared, a float for each warp. Not to be used twice with the

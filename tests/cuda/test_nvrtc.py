@@ -1,6 +1,7 @@
 """NVRTC compiles every module without a GPU; ptxas reports what each kernel uses, held to a budget.
 
-By default sm_80 for some formats and the other architectures for one; everything under ``-m long``.
+By default each file and several formats of products for sm_80, a few files for the other architectures; everything
+under ``-m long``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tests.cuda_host import nvrtc
 ARCHITECTURES = (80, 75, 90, 120)
 # Registers of a thread: 128 let two blocks of 256 threads live on a multiprocessor.
 REGISTERS, SPILLS, STACK = 128, 0, 0
-OFTEN = ("Q4_K", "IQ2_XS", "BF16")
+OFTEN = ("Q4_K", "Q6_K", "Q8_0", "Q5_1", "IQ2_XS", "TQ1_0", "NVFP4", "BF16")  # of linear
+ELSEWHERE = ("linear", "linear_tiles", "attention")  # files that are compiled for other architectures
 
 pytestmark = pytest.mark.skipif(
     nvrtc.library() is None, reason="NVRTC is not installed (pip install nvidia-cuda-nvrtc)"
@@ -28,9 +30,10 @@ def _modules() -> list[Any]:
         for variant in source.variants(file):
             for arch in ARCHITECTURES:
                 first = variant == ("Q4_K" if file in source.BY_FORMAT else source.variants(file)[0])
-                often = arch == 80 and ((file in ("linear", "linear_tiles") and variant in OFTEN) or first)
+                often = first and (arch == 80 or file in ELSEWHERE)
+                often = often or (arch == 80 and file == "linear" and variant in OFTEN)
                 name = f"{file}-{variant}-sm_{arch}" if variant else f"{file}-sm_{arch}"
-                marks = () if often or (file, arch) == ("quantize", 75) else pytest.mark.long
+                marks = () if often else pytest.mark.long
                 made.append(pytest.param(file, variant, arch, id=name, marks=marks))
     return made
 

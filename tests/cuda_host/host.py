@@ -27,7 +27,6 @@ HEADER = Path(__file__).with_name("cuda_host.h")
 FLAGS = (
     "-std=c++17",
     "-O1",
-    "-g1",
     "-fPIC",
     "-shared",
     "-ffp-contract=off",
@@ -35,7 +34,7 @@ FLAGS = (
     "-U_FORTIFY_SOURCE",
 )
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable")
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZE = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def compiler() -> str | None:
@@ -98,7 +97,6 @@ class HostLauncher:
 
     def __post_init__(self) -> None:
         self.launches = 0
-        self._given: npt.NDArray[Any] = np.zeros(0)
         self._recording: list[Callable[[], None]] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -116,12 +114,16 @@ class HostLauncher:
         assert host.flags.c_contiguous
         to[...] = host
 
-    def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A copy, which the next call spoils as that of a device does."""
+    def host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.empty(shape, dtype)
+
+    def download(self, array: npt.NDArray[Any], to: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         assert array.flags.c_contiguous
-        self._given.reshape(-1).view(np.uint8)[:] = 0xFF
-        self._given = array.copy()
-        return self._given
+        if to is None:
+            return array.copy()
+        assert (to.shape, to.dtype) == (array.shape, array.dtype)
+        to[...] = array
+        return to
 
     def kernel(self, file: str, variant: str, name: str) -> Kernel:
         assert name in source.kernels(file), name
@@ -129,10 +131,16 @@ class HostLauncher:
 
     def capture(self, go: Callable[[], None]) -> Callable[[], None]:
         """Keeps launches with their arguments, to repeat them."""
-        self._recording = recorded = []
+        recorded: list[Callable[[], None]] = []
+        self._recording = recorded
         go()
         self._recording = None
-        return lambda: [again() for again in recorded] and None
+
+        def replay() -> None:
+            for again in recorded:
+                again()
+
+        return replay
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""

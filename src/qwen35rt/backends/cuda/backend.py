@@ -76,6 +76,7 @@ class CudaExecutable:
         self._tops: dict[int, TopK] = {}
         # Rows, sequences and pages of most steps; a step that needs more makes room.
         self._step: Any = launcher.empty((len(HEADER) + 8 * limits.rows + 8 * limits.slots + limits.pages,), np.int32)
+        self._logits: Float = np.zeros((0, program.logits.width), np.float32)  # on the host
         self._get_lowered(False)
         log.info("memory: %s", ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in self.memory.items()))
 
@@ -115,7 +116,10 @@ class CudaExecutable:
                 ).copy()
                 for name in keep
             }
-            logits: Float = self.launcher.download(lowered.logits[: len(batch.out_rows)])  # valid until the next copy
+            n = len(batch.out_rows)
+            if len(self._logits) < n:
+                self._logits = self.launcher.host((n, self.program.logits.width), np.float32)
+            logits: Float = self.launcher.download(lowered.logits[:n], self._logits[:n])
         return logits, self._report(batch, began, op_seconds, values)
 
     def run_top(self, batch: Batch, k: int) -> tuple[Int, Float, StepReport]:
@@ -129,8 +133,8 @@ class CudaExecutable:
                 self._tops[k] = TopK(self.launcher, self._get_lowered(False).logits, self._step, k)
             _, op_seconds = self._launch(batch, (), k)
             n = len(batch.out_rows)
-            ids: Int = self.launcher.download(self._tops[k].ids[:n]).copy()
-            logits: Float = self.launcher.download(self._tops[k].values[:n]).copy()
+            ids: Int = self.launcher.download(self._tops[k].ids[:n])
+            logits: Float = self.launcher.download(self._tops[k].values[:n])
         return ids, logits, self._report(batch, began, op_seconds, {})
 
     def _report(self, batch: Batch, began: float, op_seconds: dict[str, float], values: dict[str, Float]) -> StepReport:
@@ -234,7 +238,7 @@ class CudaExecutable:
         """Copies of the recurrent state of a slot; see Executable.read_slot."""
         check_number("slot", slot, self.limits.slots)
         with self.launcher.activate():
-            delta, conv = (self.launcher.download(pool[slot]).copy() for pool in (self._pools.delta, self._pools.conv))
+            delta, conv = (self.launcher.download(pool[slot]) for pool in (self._pools.delta, self._pools.conv))
         return delta, conv
 
     def write_slot(self, slot: int, delta: Float, conv: Float) -> None:

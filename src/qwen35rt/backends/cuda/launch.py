@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ class CupyLauncher:
         self.description = f"{properties['name'].decode()} (sm_{self.capability[0]}{self.capability[1]})"
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._pinned: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._modules: dict[tuple[str, str], Any] = {}
         self._lock = threading.Lock()
 
@@ -59,15 +59,17 @@ class CupyLauncher:
         _check(to)
         to.set(host)
 
-    def download(self, array: Any) -> npt.NDArray[Any]:
-        """A copy on the host, when all that was launched before is done; valid until the next call."""
+    def host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array in pinned memory, which the device writes without a detour."""
+        count = math.prod(shape)
+        memory = cupy.cuda.alloc_pinned_memory(max(count, 1) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def download(self, array: Any, to: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Copy to the host (to a new array, or ``to``), when all that was launched before is done."""
         _check(array)
-        if self._pinned.size < array.nbytes:  # pinned memory, which the device writes without a detour
-            memory = cupy.cuda.alloc_pinned_memory(array.nbytes)
-            self._pinned = np.frombuffer(memory, np.uint8, array.nbytes)
-        host: npt.NDArray[Any] = self._pinned[: array.nbytes].view(array.dtype).reshape(array.shape)
-        array.get(out=host)
-        return host
+        made: npt.NDArray[Any] = array.get(out=to)
+        return made
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
