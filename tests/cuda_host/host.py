@@ -10,7 +10,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -61,19 +61,41 @@ def unit_of(file: str, variant: str) -> tuple[str, tuple[str, ...]]:
 def library(file: str, variant: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The compiled kernels of a file."""
     name, files = unit_of(file, variant)
-    path = folder() / f"{name}{'-sanitized' if flags else ''}.so"
+    macro = source.define(file, variant)
+    text = [f"#define {macro} 1"] if macro else []
+    text += [f'#include "{source.kernel_folder() / f}.cu"' for f in files]
+    kernels = [kernel for f in files for kernel in source.kernels(f)]
+    return build(f"{name}{'-sanitized' if flags else ''}", "\n".join(text), kernels, flags)
+
+
+def build(name: str, text: str, kernels: Sequence[str], flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Compile the text of some kernels, once a session for each name."""
+    path = folder() / f"{name}.so"
     if not path.exists():
-        macro = source.define(file, variant)
-        text = [f"#define {macro} 1"] if macro else []
-        text += [f'#include "{source.kernel_folder() / f}.cu"' for f in files]
-        text += [f"HOST_KERNEL({kernel})" for f in files for kernel in source.kernels(f)]
         cpp = path.with_suffix(".cpp")
-        cpp.write_text("\n".join(text) + "\n")
+        cpp.write_text("\n".join([text, *(f"HOST_KERNEL({kernel})" for kernel in kernels), ""]))
         command = ["g++", *FLAGS, *fused(), *WARNINGS, *flags, "-include", str(HEADER), str(cpp), "-o", str(path)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise AssertionError(f"{name}: {done.stderr[:4000]}")
     return ctypes.CDLL(str(path))
+
+
+def launch(
+    run: ctypes.CDLL, name: str, grid: Grid, block: int, shared_bytes: int, args: tuple[Any, ...], order: int
+) -> None:
+    """Run one kernel. AssertionError for arguments of another kind than declared, or threads that wait for ever."""
+    kinds = _kinds(run, name)
+    assert len(kinds) == len(args), f"{name}: {len(args)} arguments for {kinds}"
+    words, pointers = _words(name, kinds, args)
+    assert all(0 < g <= most for g, most in zip(grid, (2**31 - 1, 65535, 65535), strict=True)), (name, grid)
+    go = getattr(run, f"launch_{name}")
+    go.restype = ctypes.c_char_p
+    block_size = (ctypes.c_uint * 3)(block, 1, 1)
+    error = go(pointers, (ctypes.c_uint * 3)(*grid), block_size, ctypes.c_size_t(shared_bytes), order)
+    del words
+    if error:
+        raise AssertionError(f"{name}: {error.decode()}")
 
 
 @cache
@@ -155,19 +177,8 @@ class HostLauncher:
         if self._recording is not None:
             self._recording.append(partial(self._call, file, variant, name, grid, block, shared_bytes, args))
             return
-        run = library(file, variant, self.flags)
-        kinds = _kinds(run, name)
-        assert len(kinds) == len(args), f"{name}: {len(args)} arguments for {kinds}"
-        words, pointers = _words(name, kinds, args)
-        size = (ctypes.c_uint * 3)(*grid)
-        assert all(0 < g <= most for g, most in zip(grid, (2**31 - 1, 65535, 65535), strict=True)), (name, grid)
-        launch = getattr(run, f"launch_{name}")
-        launch.restype = ctypes.c_char_p
-        error = launch(pointers, size, (ctypes.c_uint * 3)(block, 1, 1), ctypes.c_size_t(shared_bytes), self.order)
-        del words
+        launch(library(file, variant, self.flags), name, grid, block, shared_bytes, args, self.order)
         self.launches += 1
-        if error:
-            raise AssertionError(f"{file}.cu, {name}: {error.decode()}")
 
 
 @cache
