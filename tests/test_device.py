@@ -52,7 +52,12 @@ def test_b90_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_cupy_there")
 @pytest.mark.parametrize(
     ("init", "count", "text"),
-    [(100, 0, "no NVIDIA device"), (999, 0, "cuInit gave 999"), (0, 0, "no NVIDIA device"), (0, 1, "no CUDA backend")],
+    [
+        (100, 0, "no NVIDIA device"),
+        (999, 0, "cuInit gave 999"),
+        (0, 0, "no NVIDIA device"),
+        (0, 1, "CuPy cannot be imported"),
+    ],
 )
 def test_b90_driver_state(monkeypatch: pytest.MonkeyPatch, init: int, count: int, text: str) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(init, count))

@@ -1,6 +1,7 @@
-"""Writes csrc/unpack/grids.h, the lookup grids of the IQ1, IQ2 and IQ3 formats, to standard output.
+"""Writes the lookup grids of the IQ1, IQ2 and IQ3 formats to standard output.
 
-The values are constants of the file format; they come from the gguf package. Run: python tools/make_grids.py > FILE
+The values are constants of the file format; they come from the gguf package. Run: python tools/make_grids.py >
+csrc/unpack/grids.h, and with --cuda > cuda/grids.cuh, where a module gets only the grid of its format.
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ FOOTER = """\
 // clang-format on
 #endif
 """
+CUDA_HEADER = HEADER.replace("GRIDS_H", "GRIDS_CUH").replace("#include <stdint.h>\n", "")
+CUDA_USERS = {  # formats of a grid
+    "iq1_grid": ("IQ1_S", "IQ1_M"),
+    "iq2_xxs_grid": ("IQ2_XXS",),
+    "iq2_xs_grid": ("IQ2_XS",),
+    "iq2_s_grid": ("IQ2_S",),
+    "iq3_xxs_grid": ("IQ3_XXS",),
+    "iq3_s_grid": ("IQ3_S",),
+}
 GRIDS = (
     ("IQ1_S", "iq1_grid", 8, 8),  # IQ1_M uses the same one
     ("IQ2_XXS", "iq2_xxs_grid", 8, 1),
@@ -51,5 +61,17 @@ def text() -> str:
     return HEADER + "\n".join(lines) + "\n" + FOOTER
 
 
+def cuda_text() -> str:
+    """The same for device code."""
+    lines = []
+    for grid in GRIDS:
+        lines.append("#if " + " || ".join(f"defined(QRT_{name})" for name in CUDA_USERS[grid[1]]))
+        for line in table(*grid):
+            lines.append(line.replace("static const uint64_t", "__device__ const u64"))
+            lines[-1] = lines[-1].replace("static const uint32_t", "__device__ const u32")
+        lines.append("#endif")
+    return CUDA_HEADER + "\n".join(lines) + "\n" + FOOTER
+
+
 if __name__ == "__main__":
-    sys.stdout.write(text())
+    sys.stdout.write(cuda_text() if "--cuda" in sys.argv else text())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 from dataclasses import dataclass
 
 from .backends.base import Backend
 from .errors import BackendUnavailable, ConfigError
 
+CUDA_FAILS = "device cuda does not work here: "
 DEVICES = ("auto", "cpu", "cuda", "reference")
 
 
@@ -44,33 +43,33 @@ def choose_device(device: str = "auto", threads: int | None = None, isa: str | N
         from .backends.reference import ReferenceBackend
 
         return Choice(ReferenceBackend(), "asked for")
-    if device == "cuda":
-        raise BackendUnavailable(f"device cuda does not work here: {cuda_problem()}")
-    reason = "asked for" if device == "cpu" else f"cuda does not work here: {cuda_problem()}"
+    reason = "asked for"
+    if device in ("auto", "cuda"):
+        from .backends.cuda import open_cuda
+
+        try:
+            cuda = open_cuda()
+        except BackendUnavailable as e:
+            if device == "cuda":
+                raise
+            reason = str(e).removeprefix("device ")
+        else:
+            return Choice(cuda, f"{'asked for' if device == 'cuda' else 'it works here'}: {cuda.description}")
     from .backends.cpu.backend import CpuBackend
 
     backend = CpuBackend(threads=threads, isa=isa)
     return Choice(backend, reason, backend.threads, backend.isa)
 
 
-def cuda_problem() -> str:
-    """Why CUDA cannot be used: the first link of the chain that is missing. CuPy itself is not imported."""
-    if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed (pip install 'qwen35rt[cuda13]', or [cuda12] for older drivers)"
-    return driver_problem() or "this version of qwen35rt has no CUDA backend yet"
+def cuda_problem() -> str | None:
+    """Why CUDA cannot be used: the first link of the chain that is missing; None if it works. CuPy is imported only
+    where a driver and a device are there."""
+    from .backends.cuda import driver_problem, open_cuda, packages_problem
 
-
-def driver_problem() -> str | None:
-    """What is wrong with the NVIDIA driver or its devices; None if at least one device is there."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no NVIDIA driver (libcuda.so.1 was not found)"
-    status = driver.cuInit(0)
-    if status:
-        return "no NVIDIA device" if status == 100 else f"the NVIDIA driver did not start (cuInit gave {status})"
-    count = ctypes.c_int(0)
-    status = driver.cuDeviceGetCount(ctypes.byref(count))
-    if status or count.value < 1:
-        return "no NVIDIA device"
-    return None
+    problem = packages_problem() or driver_problem()
+    if problem is None:
+        try:
+            open_cuda()
+        except BackendUnavailable as e:
+            problem = str(e).removeprefix(CUDA_FAILS)
+    return problem

@@ -8,7 +8,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from .device import cuda_problem, driver_problem
+from .backends.cuda import driver_problem
+from .device import cuda_problem
 
 PACKAGES = ("numpy", "gguf", "tokenizers", "sentencepiece", "minijinja", "huggingface-hub", "tqdm", "psutil")
 
@@ -51,7 +52,7 @@ def gpu_state() -> dict[str, Any]:
                 state["devices"].append(properties["name"].decode())
         except Exception as e:  # whatever a broken installation raises is what the reader wants to know
             state["cupy"] = f"installed, but does not work: {type(e).__name__}: {e}"
-    state["cuda"] = cuda_problem()
+    state["cuda"] = cuda_problem() or "works"
     return state
 
 

@@ -1,0 +1,291 @@
+"""The CUDA backend: weights and state on the device, one stream, decode steps replayed as graphs.
+
+Owns device memory of a program; knows no device library: the launcher is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import BackendError
+from ...model.program import Program
+from ...model.weights import QTensor
+from ..base import Batch, Float, Int, Limits, StepReport, check_batch, check_number, check_state
+from .interface import NOTHING, Launcher
+from .lowering import PIECE, Lowered, Lowering, Pools, Step, part_rows, up
+from .memory import HEADER, pack_step
+from .ops import lower
+from .sample import TopK
+
+log = logging.getLogger(__name__)
+
+
+class CudaBackend:
+    """Compiles programs for the device behind ``launcher``. ``graphs``: replay decode steps as graphs.
+
+    ``tensor_cores`` false: a row's result is the same bits in any step. With them, steps of 16 rows and more add up
+    products with quantised weights in another order.
+    """
+
+    name = "cuda"
+
+    def __init__(self, launcher: Launcher, graphs: bool = True, tensor_cores: bool = True) -> None:
+        self.launcher, self.graphs = launcher, graphs
+        self.tensor_cores = tensor_cores and launcher.tensor_cores
+        self.threads = 1  # of the host
+
+    @property
+    def description(self) -> str:
+        """The device's name."""
+        return self.launcher.description
+
+    def compile(self, program: Program, limits: Limits) -> CudaExecutable:
+        """Upload weights, allocate pools and workspace. Raises OutOfMemory."""
+        with self.launcher.activate():
+            return CudaExecutable(program, limits, self.launcher, self.graphs, self.tensor_cores)
+
+
+class CudaExecutable:
+    """A program with its weights, workspace and pools. Not for use by two threads at once."""
+
+    def __init__(
+        self, program: Program, limits: Limits, launcher: Launcher, graphs: bool = True, tensor_cores: bool = True
+    ) -> None:
+        self.program, self.limits, self.launcher = program, limits, launcher
+        self.profile = False
+        self._graphs_on, self._tensor_cores = graphs, tensor_cores
+        s = program.state
+        kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
+        kept = np.float16 if limits.kv_dtype == "f16" else np.float32
+        self._pools = Pools(
+            launcher.zeros(kv_shape, kept),
+            launcher.zeros(kv_shape, kept),
+            launcher.zeros((limits.slots, s.delta_layers, s.v_heads, s.d, s.d), np.float32),
+            launcher.zeros((limits.slots, s.delta_layers, s.channels, s.conv_kernel - 1), np.float32),
+        )
+        self._weights: dict[int, tuple[Any, Any]] = {}  # by id: the program keeps its tensors alive
+        self._lowered: dict[bool, Lowered] = {}
+        self._graphs: dict[Step, Callable[[], None] | None] = {}  # None: ran once, to be captured next time
+        self._tops: dict[int, TopK] = {}
+        # Rows, sequences and pages of most steps; a step that needs more makes room.
+        self._step: Any = launcher.empty((len(HEADER) + 8 * limits.rows + 8 * limits.slots + limits.pages,), np.int32)
+        self._logits: Float = np.zeros((0, program.logits.width), np.float32)  # on the host
+        self._get_lowered(False)
+        log.info("memory: %s", ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in self.memory.items()))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device."""
+        p = self._pools
+        scales = (a.nbytes for pair in self._weights.values() for a in pair if a is not NOTHING)
+        return {
+            "weights": sum(scales),
+            "recurrent state": p.delta.nbytes + p.conv.nbytes,
+            "keys and values": p.keys.nbytes + p.values.nbytes,
+            "workspace": sum(lowered.nbytes for lowered in self._lowered.values()),
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.program.state.state_bytes()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.program.state.page_bytes(self.limits.page_tokens, self.limits.value_bytes)
+
+    # -------------------------------------------------------------------------------------- steps
+
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
+        """One step; see Executable.run."""
+        began = time.perf_counter()
+        with self.launcher.activate():
+            lowered, op_seconds = self._launch(batch, keep, None)
+            gathered = {v.name: v.gathered for v in self.program.values}
+            values = {
+                name: self.launcher.download(
+                    lowered.values[name][: len(batch.out_rows) if gathered[name] else len(batch.tokens)]
+                ).copy()
+                for name in keep
+            }
+            n = len(batch.out_rows)
+            if len(self._logits) < n:
+                self._logits = self.launcher.host((n, self.program.logits.width), np.float32)
+            logits: Float = self.launcher.download(lowered.logits[:n], self._logits[:n])
+        return logits, self._report(batch, began, op_seconds, values)
+
+    def run_top(self, batch: Batch, k: int) -> tuple[Int, Float, StepReport]:
+        """One step whose logits stay on the device: -> token ids int32 and logits float32 [N, k], the largest first,
+        ties to the lower id. A NaN counts as the largest. Raises BackendError."""
+        if not 1 <= k <= self.program.logits.width:
+            raise BackendError(f"the {k} largest of {self.program.logits.width} logits are wanted")
+        began = time.perf_counter()
+        with self.launcher.activate():
+            if k not in self._tops:
+                self._tops[k] = TopK(self.launcher, self._get_lowered(False).logits, self._step, k)
+            _, op_seconds = self._launch(batch, (), k)
+            n = len(batch.out_rows)
+            ids: Int = self.launcher.download(self._tops[k].ids[:n])
+            logits: Float = self.launcher.download(self._tops[k].values[:n])
+        return ids, logits, self._report(batch, began, op_seconds, {})
+
+    def _report(self, batch: Batch, began: float, op_seconds: dict[str, float], values: dict[str, Float]) -> StepReport:
+        seconds = time.perf_counter() - began
+        return StepReport({"cuda": len(self.program.ops)}, seconds, len(batch.tokens), op_seconds, values)
+
+    def _launch(self, batch: Batch, keep: Sequence[str], top: int | None) -> tuple[Lowered, dict[str, float]]:
+        check_batch(batch, self.limits, self.program.n_vocab)
+        unknown = set(keep) - {v.name for v in self.program.values}
+        if unknown:
+            raise BackendError(f"the program has no value named {sorted(unknown)[0]!r}")
+        self._send(pack_step(batch))
+        lowered = self._get_lowered(bool(keep))
+        step = self._step_of(batch)
+        bucket = None if keep or self.profile else self._bucket(batch)
+        if bucket is None:
+            seconds = self._go_timed(lowered, step) if self.profile else self._go(lowered, step)
+        else:
+            seconds = {}
+            self._replay(lowered, bucket)
+        if top is not None:
+            self._tops[top].go(step)
+        return lowered, seconds
+
+    def _go(self, lowered: Lowered, step: Step) -> dict[str, float]:
+        lowered.go(step)
+        return {}
+
+    def _go_timed(self, lowered: Lowered, step: Step) -> dict[str, float]:
+        """Waits behind each op: the sum is more than a step takes."""
+        seconds: dict[str, float] = defaultdict(float)
+        for kind, launches in lowered.ops:
+            began = time.perf_counter()
+            for go in launches:
+                go(step)
+            self.launcher.synchronize()
+            seconds[kind] += time.perf_counter() - began
+        return dict(seconds)
+
+    def _replay(self, lowered: Lowered, bucket: Step) -> None:
+        """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph."""
+        if bucket not in self._graphs:
+            self._graphs[bucket] = None
+            lowered.go(bucket)
+            return
+        graph = self._graphs[bucket]
+        if graph is None:
+            graph = self._graphs[bucket] = self.launcher.capture(lambda: lowered.go(bucket))
+        graph()
+
+    def _bucket(self, batch: Batch) -> Step | None:
+        """Sizes of the graph that serves a step of one row for each sequence; None for other steps."""
+        rows = len(batch.tokens)
+        size = 1 << (rows - 1).bit_length()
+        if not self._graphs_on or rows != len(batch.starts) or len(batch.out_rows) > size:
+            return None
+        pieces = up(int(batch.starts.max()) + 1, PIECE)
+        return Step((1,) * size, size, self._pieces(size, 1 << (pieces - 1).bit_length()))
+
+    def _step_of(self, batch: Batch) -> Step:
+        counts = np.diff(batch.row_offsets)
+        pieces = up(int((batch.starts + counts).max()), PIECE)
+        decode = len(batch.tokens) == len(batch.starts)
+        split = self._pieces(len(batch.tokens), pieces) if decode else 0
+        return Step(tuple(counts.tolist()), len(batch.out_rows), split)
+
+    def _pieces(self, rows: int, pieces: int) -> int:
+        """Blocks that share a row's attention; 0 where one piece is all there is, or there is no room for sums."""
+        has_attention = self.program.state.attention_layers > 0
+        return pieces if has_attention and pieces > 1 and rows * pieces <= part_rows(self.limits) else 0
+
+    def _send(self, packed: Int) -> None:
+        if packed.size > self._step.size:  # graphs and launches hold the old array's address
+            self._lowered.clear()
+            self._graphs.clear()
+            self._tops.clear()
+            self._step = self.launcher.empty((2 * packed.size,), np.int32)
+        self.launcher.upload(self._step[: packed.size], packed)
+
+    # -------------------------------------------------------------------------------------- state
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the recurrent state of a slot."""
+        check_number("slot", source, self.limits.slots)
+        check_number("slot", target, self.limits.slots)
+        if source != target:
+            with self.launcher.activate():
+                self._pools.delta[target] = self._pools.delta[source]
+                self._pools.conv[target] = self._pools.conv[source]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy keys and values of all layers."""
+        check_number("page", source, self.limits.pages)
+        check_number("page", target, self.limits.pages)
+        if source != target:
+            with self.launcher.activate():
+                self._pools.keys[:, target] = self._pools.keys[:, source]
+                self._pools.values[:, target] = self._pools.values[:, source]
+
+    def read_slot(self, slot: int) -> tuple[Float, Float]:
+        """Copies of the recurrent state of a slot; see Executable.read_slot."""
+        check_number("slot", slot, self.limits.slots)
+        with self.launcher.activate():
+            delta, conv = (self.launcher.download(pool[slot]) for pool in (self._pools.delta, self._pools.conv))
+        return delta, conv
+
+    def write_slot(self, slot: int, delta: Float, conv: Float) -> None:
+        """Put back what read_slot gave."""
+        check_number("slot", slot, self.limits.slots)
+        check_state(delta, self._pools.delta.shape[1:], "delta")
+        check_state(conv, self._pools.conv.shape[1:], "conv")
+        with self.launcher.activate():
+            self.launcher.upload(self._pools.delta[slot], np.ascontiguousarray(delta, np.float32))
+            self.launcher.upload(self._pools.conv[slot], np.ascontiguousarray(conv, np.float32))
+
+    def close(self) -> None:
+        """Release weights, pools, graphs and workspace."""
+        self._graphs.clear()
+        self._tops.clear()
+        self._lowered.clear()
+        self._weights.clear()
+        self._pools = Pools(None, None, None, None)
+        self._step = None
+
+    # -------------------------------------------------------------------------------------- weights
+
+    def _get_lowered(self, keep: bool) -> Lowered:
+        if keep not in self._lowered:
+            pools, step, cores = self._pools, self._step, self._tensor_cores
+            args = self.program, self.limits, self.launcher, pools, step, self._weight, keep, cores
+            self._lowered[keep] = lower(Lowering(*args))
+        return self._lowered[keep]
+
+    def _weight(self, tensor: QTensor) -> tuple[Any, Any]:
+        """A tensor's bytes on the device, experts one behind the other, and its scales (NOTHING: none)."""
+        if id(tensor) not in self._weights:
+            size = tensor.rows * tensor.row_bytes
+            data = self.launcher.empty((tensor.n_expert * size,), np.uint8)
+            if tensor.expert_stride == size or tensor.n_expert == 1:
+                self.launcher.upload(data, _flat(tensor.data[: data.size]))
+            else:  # part of a fused tensor
+                for e in range(tensor.n_expert):
+                    at = e * tensor.expert_stride
+                    self.launcher.upload(data[e * size : (e + 1) * size], _flat(tensor.data[at : at + size]))
+            scale: Any = NOTHING
+            if tensor.scale is not None:
+                scale = self.launcher.empty(tensor.scale.shape, np.float32)
+                self.launcher.upload(scale, np.ascontiguousarray(tensor.scale, np.float32))
+            self._weights[id(tensor)] = data, scale
+        return self._weights[id(tensor)]
+
+
+def _flat(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(data).reshape(-1)

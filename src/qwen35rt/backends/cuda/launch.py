@@ -1,0 +1,147 @@
+"""The launcher of a real device: CuPy arrays, RawModules, one stream. Imported only where CuPy is there."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import BackendError, KernelCompileError, OutOfMemory
+from .interface import Grid, Kernel
+from .source import options, source
+
+PLAIN_SHARED_BYTES = 48 << 10  # a kernel that needs more has to ask for it
+
+
+class CupyLauncher:
+    """Device number ``device``. Everything runs on one stream of its own; see the protocol in interface.py."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.xp: Any = cupy
+        self._device = cupy.cuda.Device(device)
+        properties = cupy.cuda.runtime.getDeviceProperties(device)
+        self.capability: tuple[int, int] = properties["major"], properties["minor"]
+        self.tensor_cores = self.capability >= (8, 0)
+        self.memory_bytes = int(properties["totalGlobalMem"])
+        self.description = f"{properties['name'].decode()} (sm_{self.capability[0]}{self.capability[1]})"
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._modules: dict[tuple[str, str], Any] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Make device and stream current in this thread; translate what CuPy raises."""
+        try:
+            with self._device, self._stream:
+                yield
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            raise OutOfMemory(f"the GPU has no memory left ({e}); lower the context or the slots") from e
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as e:
+            raise BackendError(f"the GPU failed: {e}") from e
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """An array on the device."""
+        return cupy.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """An array of zeros on the device."""
+        return cupy.zeros(shape, dtype)
+
+    def upload(self, to: Any, host: npt.NDArray[Any]) -> None:
+        """Copy to a contiguous array of the device. The host's array may change as soon as this returns."""
+        _check(to)
+        to.set(host)
+
+    def host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array in pinned memory, which the device writes without a detour."""
+        count = math.prod(shape)
+        memory = cupy.cuda.alloc_pinned_memory(max(count, 1) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def download(self, array: Any, to: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Copy to the host (to a new array, or ``to``), when all that was launched before is done."""
+        _check(array)
+        made: npt.NDArray[Any] = array.get(out=to)
+        return made
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        self._stream.synchronize()
+
+    def kernel(self, file: str, variant: str, name: str) -> Kernel:
+        """A kernel; its module is compiled when it is first launched."""
+        return _Kernel(self, file, variant, name)
+
+    def capture(self, go: Callable[[], None]) -> Callable[[], None]:
+        """Record launches as a graph, to be replayed on the stream. Nothing may be compiled or allocated meanwhile."""
+        self._stream.begin_capture()
+        try:
+            go()
+        finally:
+            graph = self._stream.end_capture()
+        return lambda: graph.launch(self._stream)
+
+    def function(self, file: str, variant: str, name: str) -> Any:
+        """The compiled kernel. Raises KernelCompileError."""
+        with self._lock:
+            module = self._modules.get((file, variant))
+            if module is None:
+                try:
+                    module = cupy.RawModule(code=source(file), options=options(file, variant), backend="nvrtc")
+                    module.compile()
+                except cupy.cuda.compiler.CompileException as e:
+                    raise KernelCompileError(f"{file}.cu ({variant or 'plain'}) could not be compiled: {e}") from e
+                self._modules[file, variant] = module
+            return module.get_function(name)
+
+
+class _Kernel:
+    """A launch of one kernel."""
+
+    def __init__(self, launcher: CupyLauncher, file: str, variant: str, name: str) -> None:
+        self._launcher, self._names = launcher, (file, variant, name)
+        self._function: Any = None
+        self._shared_bytes = PLAIN_SHARED_BYTES
+
+    def __call__(self, grid: Grid, block: int, shared_bytes: int, args: tuple[Any, ...]) -> None:
+        if self._function is None:
+            self._function = self._launcher.function(*self._names)
+            for arg in args:
+                if isinstance(arg, cupy.ndarray):
+                    _check(arg)
+        if shared_bytes > self._shared_bytes:
+            self._function.max_dynamic_shared_size_bytes = self._shared_bytes = shared_bytes
+        self._function(grid, (block, 1, 1), args, shared_mem=shared_bytes)
+
+
+def _check(array: Any) -> None:
+    """A kernel sees the address alone, so an array must be as it looks."""
+    if not array.flags.c_contiguous:
+        raise BackendError(f"a device array of shape {array.shape} is not contiguous")
+
+
+def device_count() -> int:
+    """Devices that the runtime sees."""
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Version of the runtime compiler; raises what its library raises if it cannot be loaded."""
+    major, minor = cupy.cuda.nvrtc.getVersion()
+    return int(major), int(minor)
+
+
+RUNTIME_ERRORS: tuple[type[Exception], ...] = (
+    cupy.cuda.runtime.CUDARuntimeError,
+    cupy.cuda.nvrtc.NVRTCError,
+    RuntimeError,
+    ImportError,
+    OSError,
+)

@@ -1,0 +1,50 @@
+"""NVRTC compiles every module without a GPU; ptxas reports what each kernel uses, held to a budget.
+
+By default each file and several formats of products for sm_80, a few files for the other architectures; everything
+under ``-m long``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qwen35rt.backends.cuda import source
+from tests.cuda_host import nvrtc
+
+ARCHITECTURES = (80, 75, 90, 120)
+# Registers of a thread: 128 let two blocks of 256 threads live on a multiprocessor.
+REGISTERS, SPILLS, STACK = 128, 0, 0
+OFTEN = ("Q4_K", "Q6_K", "Q8_0", "Q5_1", "IQ2_XS", "TQ1_0", "NVFP4", "BF16")  # of linear
+ELSEWHERE = ("linear", "linear_tiles", "attention")  # files that are compiled for other architectures
+
+pytestmark = pytest.mark.skipif(
+    nvrtc.library() is None, reason="NVRTC is not installed (pip install nvidia-cuda-nvrtc)"
+)
+
+
+def _modules() -> list[Any]:
+    made = []
+    for file in source.files():
+        for variant in source.variants(file):
+            for arch in ARCHITECTURES:
+                first = variant == ("Q4_K" if file in source.BY_FORMAT else source.variants(file)[0])
+                often = first and (arch == 80 or file in ELSEWHERE)
+                often = often or (arch == 80 and file == "linear" and variant in OFTEN)
+                name = f"{file}-{variant}-sm_{arch}" if variant else f"{file}-sm_{arch}"
+                marks = () if often else pytest.mark.long
+                made.append(pytest.param(file, variant, arch, id=name, marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("file", "variant", "arch"), _modules())
+def test_modules_compile_within_their_budget(file: str, variant: str, arch: int) -> None:
+    log, found = nvrtc.compile_file(file, variant, arch)
+    assert {u.kernel for u in found} == set(source.kernels(file)), log
+    assert "warning" not in log
+    for use in found:
+        assert use.registers <= REGISTERS, use
+        assert use.spills <= SPILLS, use
+        assert use.stack <= STACK, use
+        assert use.shared == 0, use  # only dynamic shared memory

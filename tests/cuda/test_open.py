@@ -1,0 +1,103 @@
+"""B90: each missing link of CUDA is an error with reason and remedy, never a traceback."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from qwen35rt import device
+from qwen35rt.backends import cuda
+from qwen35rt.errors import BackendUnavailable
+
+
+class Runtime:
+    """Stands in for launch.py: a device of a capability, or an error of one of its functions."""
+
+    RUNTIME_ERRORS = (RuntimeError, OSError)
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), count: int = 1, fails: str = "") -> None:
+        self.capability, self.count, self.fails = capability, count, fails
+
+    def _fail(self, name: str) -> None:
+        if self.fails == name:
+            raise RuntimeError(f"{name} failed")
+
+    def nvrtc_version(self) -> tuple[int, int]:
+        self._fail("nvrtc")
+        return 13, 0
+
+    def device_count(self) -> int:
+        self._fail("count")
+        return self.count
+
+    def CupyLauncher(self, number: int) -> Any:
+        self._fail("open")
+        made = ModuleType("launcher")
+        vars(made).update(capability=self.capability, description="Tester (sm_00)", tensor_cores=True)
+        return made
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with CuPy and a driver, whose launch module is the given one."""
+
+    def install(launch: Any) -> None:
+        monkeypatch.setattr(cuda, "packages_problem", lambda: None)
+        monkeypatch.setattr(cuda, "driver_problem", lambda: None)
+        monkeypatch.setitem(sys.modules, "qwen35rt.backends.cuda.launch", launch)
+        monkeypatch.setattr(cuda, "launch", launch, raising=False)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("launch", "text"),
+    [
+        (Runtime(fails="nvrtc"), r"NVRTC\) cannot be loaded \(nvrtc failed\); install .*\[cuda13\]"),
+        (Runtime(fails="count"), r"could not be opened \(count failed\); a driver that is older"),
+        (Runtime(fails="open"), r"could not be opened \(open failed\)"),
+        (Runtime(count=0), "no device 0, there are 0"),
+        (Runtime((7, 0)), r"Tester \(sm_00\) is too old; sm_75 or later"),
+    ],
+)
+def test_b90_a_broken_link_is_named(opened: Any, launch: Any, text: str) -> None:
+    opened(launch)
+    with pytest.raises(BackendUnavailable, match=f"device cuda does not work here: .*{text}"):
+        cuda.open_cuda()
+    assert device.cuda_problem() is not None
+    assert not str(device.cuda_problem()).startswith("device cuda")
+
+
+def test_b90_cupy_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "packages_problem", lambda: None)
+    monkeypatch.setattr(cuda, "driver_problem", lambda: None)
+    monkeypatch.delitem(sys.modules, "qwen35rt.backends.cuda.launch", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailable, match=r"CuPy cannot be imported \(ModuleNotFoundError"):
+        cuda.open_cuda()
+
+
+def test_b90_both_wheels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("cupy-cuda12x", "cupy-cuda13x"):
+            return "13.6"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(BackendUnavailable, match=r"cupy-cuda12x and cupy-cuda13x are both installed .*pip uninstall"):
+        cuda.open_cuda()
+
+
+def test_a_device_that_works_is_chosen(opened: Any) -> None:
+    opened(Runtime())
+    for asked in ("auto", "cuda"):
+        choice = device.choose_device(asked)
+        assert choice.backend.name == "cuda"
+        assert "Tester" in choice.description
+    assert device.cuda_problem() is None

@@ -1,0 +1,35 @@
+"""States that are saved, shared, copied and put back, and pages that are copied: the tests of every backend, on the
+CUDA backend in emulation. A row's sums run in one order whatever the step, so results are compared bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qwen35rt.backends.cuda.backend import CudaBackend
+from tests.cuda_host.host import HostLauncher, compiler
+from tests.implementations import Implementation
+from tests.ops.test_states import (  # noqa: F401
+    Array,
+    Check,
+    equal,
+    test_a_partly_filled_page_is_shared_by_copying_it,
+    test_a_state_that_was_read_can_be_put_back,
+    test_a_step_that_contradicts_itself_is_refused,
+    test_saved_states_are_those_of_steps_that_end_there,
+    test_sizes_of_a_slot_and_a_page,
+    test_unknown_slots_and_pages_and_other_shapes_are_refused,
+)
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
+
+
+@pytest.fixture
+def implementation() -> Implementation:
+    return Implementation("cuda-emulated", lambda: CudaBackend(HostLauncher()), frozenset(), ("f16", "f32"))
+
+
+def test_results_are_compared_bit_for_bit(equal: Check) -> None:  # noqa: F811
+    one: Array = np.ones(1, np.float32)
+    with pytest.raises(AssertionError):
+        equal(one, np.nextafter(one, np.float32(2)))

@@ -1,0 +1,25 @@
+"""Runs named op cases on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized CASE...``, with libasan
+loaded before Python. A fault ends the process."""
+
+from __future__ import annotations
+
+import sys
+
+from qwen35rt.backends.cuda.backend import CudaBackend
+from tests.ops.case import check_outcome, run_case
+from tests.ops.cases import all_cases
+
+from .host import SANITIZE, HostLauncher
+
+
+def main(names: list[str]) -> int:
+    """Run the cases."""
+    cases = [case for case in all_cases() if case.id in names]
+    for case in cases:
+        check_outcome(case, run_case(case, CudaBackend(HostLauncher(flags=SANITIZE))))
+    print(f"{len(cases)} cases")
+    return 0 if len(cases) == len(names) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
