@@ -27,7 +27,7 @@ LAYERS = (
     ("model", "tokenizer", "cpu_count"),
     ("backends",),
     ("engine", "plan"),
-    ("device", "machine", "parts"),
+    ("device", "machine", "parts", "self_test"),
     ("api",),
     ("server",),
     ("cli", "bench", "convert", "__main__"),

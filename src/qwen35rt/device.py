@@ -32,9 +32,9 @@ class Choice:
 def choose_device(device: str = "auto", threads: int | None = None, isa: str | None = None) -> Choice:
     """Open the backend for ``device``.
 
-    "auto": CUDA if it works, else the CPU. "cpu": the C kernels, with ``threads`` threads (None: QWEN35RT_THREADS, else
-    what the machine allows) at instruction level ``isa`` (None: QWEN35RT_ISA, else the best). "cuda": the GPU or an
-    error. "reference": NumPy, slow and exact.
+    "auto": CUDA if it works, which the embedded model shows, else the CPU. "cpu": the C kernels, with ``threads``
+    threads (None: QWEN35RT_THREADS, else what the machine allows) at instruction level ``isa`` (None: QWEN35RT_ISA,
+    else the best). "cuda": the GPU or an error. "reference": NumPy, slow and exact.
     Raises BackendUnavailable if an explicitly named device does not work, ConfigError for an unknown name.
     """
     if device not in DEVICES:
@@ -46,9 +46,11 @@ def choose_device(device: str = "auto", threads: int | None = None, isa: str | N
     reason = "asked for"
     if device in ("auto", "cuda"):
         from .backends.cuda import open_cuda
+        from .self_test import self_test
 
         try:
             cuda = open_cuda()
+            self_test(cuda)
         except BackendUnavailable as e:
             if device == "cuda":
                 raise
@@ -65,11 +67,12 @@ def cuda_problem() -> str | None:
     """Why CUDA cannot be used: the first link of the chain that is missing; None if it works. CuPy is imported only
     where a driver and a device are there."""
     from .backends.cuda import driver_problem, open_cuda, packages_problem
+    from .self_test import self_test
 
     problem = packages_problem() or driver_problem()
     if problem is None:
         try:
-            open_cuda()
+            self_test(open_cuda())
         except BackendUnavailable as e:
             problem = str(e).removeprefix(CUDA_FAILS)
     return problem

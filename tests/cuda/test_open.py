@@ -8,11 +8,15 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from qwen35rt import device
+from qwen35rt import device, self_test
 from qwen35rt.backends import cuda
+from qwen35rt.backends.base import Limits
+from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.errors import BackendUnavailable
+from qwen35rt.model.program import Program
 
 
 class Runtime:
@@ -40,6 +44,23 @@ class Runtime:
         made = ModuleType("launcher")
         vars(made).update(capability=self.capability, description="Tester (sm_00)", tensor_cores=True)
         return made
+
+
+class Wrong(ReferenceBackend):
+    """Gives logits of another scale."""
+
+    name = "cuda"
+
+    def compile(self, program: Program, limits: Limits) -> Any:
+        exe: Any = super().compile(program, limits)
+        run = exe.run
+
+        def scaled(*given: Any) -> Any:
+            logits, report = run(*given)
+            return 1.1 * logits, report
+
+        exe.run = scaled
+        return exe
 
 
 @pytest.fixture
@@ -94,10 +115,24 @@ def test_b90_both_wheels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda.open_cuda()
 
 
-def test_a_device_that_works_is_chosen(opened: Any) -> None:
+def test_a_device_that_works_is_chosen(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(Runtime())
+    monkeypatch.setattr(self_test, "self_test", lambda backend: None)
     for asked in ("auto", "cuda"):
         choice = device.choose_device(asked)
         assert choice.backend.name == "cuda"
         assert "Tester" in choice.description
     assert device.cuda_problem() is None
+
+
+def test_a_device_that_computes_wrong_results_is_refused(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(Runtime())
+    monkeypatch.setattr(cuda, "open_cuda", Wrong)
+    with pytest.raises(BackendUnavailable, match=r"its results are wrong \(error .*bound 1e-03"):
+        device.choose_device("cuda")
+    assert device.choose_device("auto").reason.startswith("cuda does not work here: its results are wrong")
+    assert "wrong" in str(device.cuda_problem())
+
+
+def test_the_self_test_passes_what_is_right() -> None:
+    self_test.self_test(ReferenceBackend(np.float64))

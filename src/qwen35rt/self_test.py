@@ -1,0 +1,43 @@
+"""Runs a few tokens of the embedded model on a backend and on the reference: a device that is wrong is not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .backends.base import Backend, Batch, Limits
+from .backends.reference import ReferenceBackend
+from .errors import BackendError, BackendUnavailable
+from .model.source import open_source
+
+TOKENS = np.arange(300, 324, dtype=np.int32)  # ordinary tokens of the embedded model; the last one is a decode step
+BOUND = 1e-3  # on the normalised mean square error: int8 activations stay a hundred times below
+
+
+def self_test(backend: Backend) -> None:
+    """Raise BackendUnavailable if the backend fails, or if its logits differ from the reference's."""
+    try:
+        got = _logits(backend)
+    except BackendError as e:
+        raise BackendUnavailable(f"device {backend.name} does not work here: {e}") from e
+    want = _logits(ReferenceBackend())
+    error = float(np.sum((got - want) ** 2) / np.sum(want**2))
+    if not error < BOUND:
+        raise BackendUnavailable(
+            f"device {backend.name} does not work here: its results are wrong "
+            f"(error {error:.1e} on the embedded model, bound {BOUND:.0e}); please report this"
+        )
+
+
+def _logits(backend: Backend) -> npt.NDArray[Any]:
+    """Logits float64 [2, n_vocab] behind a prefill and behind a decode step."""
+    exe = backend.compile(open_source().program, Limits(rows=len(TOKENS), out_rows=1, pages=1, kv_dtype="f32"))
+    try:
+        last = len(TOKENS) - 1
+        steps = ((TOKENS[:last], 0), (TOKENS[last:], last))
+        found = [exe.run(Batch.single(ids, start, np.zeros(1, np.int32)))[0] for ids, start in steps]
+    finally:
+        exe.close()
+    return np.concatenate(found).astype(np.float64)
