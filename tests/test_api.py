@@ -32,13 +32,13 @@ def load(path: Path | None = None, **options: Any) -> Model:
 def test_without_a_path_the_embedded_model_answers() -> None:
     with qwen35rt.load() as model:
         done = model.chat([{"role": "user", "content": "What is qwen35rt?"}], temperature=0.0)
-        thought = model.chat([{"role": "user", "content": "What is 12 + 7?"}], enable_thinking=True, temperature=0.0)
+        thought = model.chat([{"role": "user", "content": "What is Q8_0?"}], enable_thinking=True, temperature=0.0)
     assert done.finish_reason == thought.finish_reason == "stop"
     assert "GGUF" in done.text
     assert done.on_gpu is False
     reasoning, _, answer = thought.text.partition("</think>")
     assert reasoning.strip()
-    assert answer.strip() == "12 + 7 = 19."
+    assert "blocks of 32 weights" in answer
 
 
 def test_embedded_model_is_small_and_its_absence_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

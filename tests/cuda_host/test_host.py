@@ -60,7 +60,7 @@ def test_a_missing_barrier_shows_between_orders(kernels: ctypes.CDLL) -> None:
     outs = [_out(), _out()]
     for order, out in enumerate(outs):
         launch(kernels, "turned", (1, 1, 1), 64, 256, (out, np.int32(0)), order)
-    assert not np.array_equal(*outs)
+    assert not np.array_equal(outs[0], outs[1])
 
 
 def test_shared_memory_that_nobody_wrote_shows(kernels: ctypes.CDLL) -> None:

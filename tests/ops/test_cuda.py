@@ -77,12 +77,27 @@ def test_op(case: Case) -> None:
     _same(run_case(case, CudaBackend(HostLauncher(order=1))), got)
 
 
-@pytest.mark.parametrize("name", ["attention-long", "delta_net-T65", "ffn-Q8_0", "linear-Q4_K-513x768-exact"])
-def test_graphs_and_thread_orders_change_no_bit(name: str) -> None:
+def _case(name: str) -> Case:
+    (found,) = (c for c in CASES if c.id == name)
+    return found
+
+
+# Decode behind 280 tokens: three blocks share a row's attention, from the second step on in a graph.
+PIECES = replace(_case("attention-2-1-32-sharp8"), label="pieces", lengths=(288, 5), chunks=((280, *[1] * 8), (1,)))
+
+
+@pytest.mark.parametrize("case", [PIECES, _case("delta_net-T65"), _case("ffn-Q8_0")], ids=lambda c: c.id)
+def test_graphs_and_thread_orders_change_no_bit(case: Case) -> None:
     """Steps replayed from a bucket's graph equal those launched one by one; threads at random too."""
-    (case,) = (c for c in CASES if c.id == name)
     eager = run_case(case, CudaBackend(HostLauncher(order=7), graphs=False))
+    check_outcome(case, eager)
     _same(run_case(case, CudaBackend(HostLauncher(order=3))), eager)
+
+
+def test_pieces_of_attention_are_joined_as_one_block_joins_them() -> None:
+    """A row in the middle of a prompt, which one block serves, and the same row in decode, shared by three."""
+    whole = run_case(replace(PIECES, chunks=((288,), (5,))), CudaBackend(HostLauncher()))
+    _same(run_case(PIECES, CudaBackend(HostLauncher())), whole)
 
 
 TILED = ("Q8_0", "Q2_K", "Q4_K", "NVFP4")
