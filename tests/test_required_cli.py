@@ -15,8 +15,8 @@ import pytest
 
 import qwen35rt
 from qwen35rt import errors
+from qwen35rt.backends.cuda import driver_problem
 from qwen35rt.cli import main
-from qwen35rt.device import driver_problem
 from qwen35rt.model.gguf_file import open_gguf
 
 from .fixtures import write_script, write_tiny

@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import pytest
 
+from qwen35rt.backends.cuda import driver_problem
 from qwen35rt.cli import main, serve
 from qwen35rt.cli.parser import Parser
-from qwen35rt.device import driver_problem
 from qwen35rt.errors import ConfigError
 from qwen35rt.server import create_app, routes
 from qwen35rt.server.listen import listen
