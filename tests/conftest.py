@@ -34,10 +34,10 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without -m, leave out the long forms."""
+    """Without -m, leave out the long forms, and what needs a GPU."""
     if config.option.markexpr:
         return
-    long = [i for i in items if i.get_closest_marker("long")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [i for i in items if i not in long]
+    left_out = {i for i in items if i.get_closest_marker("long") or i.get_closest_marker("gpu")}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [i for i in items if i not in left_out]

@@ -1,4 +1,4 @@
-"""On a real NVIDIA GPU: ``pytest -m gpu``. Skipped, with the reason, where there is none."""
+"""On a real NVIDIA GPU: ``pytest -m gpu``. Skipped, with the reason, where there is none; left out without ``-m``."""
 
 from __future__ import annotations
 
