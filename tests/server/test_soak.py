@@ -89,26 +89,27 @@ def test_streams_at_once(tokenizer: Tokenizer, n: int) -> None:
 
 @sizes(300, 10_000)
 def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: int) -> None:
-    """Memory, descriptors, threads, tasks and places after ``n`` requests are those after the first tenth."""
+    """Memory, objects, descriptors, threads, tasks and places after ``n`` requests are those after the first tenth."""
     with live(tokenizer, parallel=4) as server, server.client() as client:
         server.ready()
         me = psutil.Process()
 
         def held() -> dict[str, int]:
-            engine_of(server).submitted.clear()
-            gc.collect()
             eventually(lambda: server.idle)
+            gc.collect()
             tasks = asyncio.run_coroutine_threadsafe(count_tasks(), server.loop).result(10)
             return {
                 "tasks": tasks,
                 "descriptors": me.num_fds(),
                 "threads": me.num_threads(),
+                "objects": len(gc.get_objects()),
                 "rss": me.memory_info().rss,
             }
 
         for i in range(n + n // 10):
             if i == n // 10:  # what is built at first use is there
                 before = held()
+            engine_of(server).submitted.clear()
             body = {"prompt": f"hello {i}", "max_tokens": 4, "stream": i % 4 == 0}
             answer = client.post("/v1/completions", json=body)
             assert answer.is_success
@@ -117,6 +118,7 @@ def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: i
         after = held()
         print(f"{n} requests: {before} -> {after}")
         assert after.pop("rss") - before.pop("rss") <= 5 << 20
+        assert after.pop("objects") - before.pop("objects") < n // 10
         assert after == before
         assert not server.service.live
         eventually(lambda: server.counts() == {("success", "200"): n + n // 10})
