@@ -129,7 +129,7 @@ class Servers:
         chosen = ServerSettings(**settings)
         engine = FakeEngine(tokenizer, chosen.parallel, chosen.queue_places)
         self._ending.callback(engine.stop)
-        model = loaded(engine, **{"n_ctx": n_ctx, **(facts or {})})
+        model = loaded(engine, n_ctx, **(facts or {}))
         model = replace(model, template=None if template is None else ChatTemplate(template))
         service = Service(chosen, lambda: model)
         self._ending.callback(service.close)

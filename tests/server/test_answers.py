@@ -354,7 +354,7 @@ async def test_c57_offsets_are_capped_at_the_text(server: Server) -> None:
 
 @asynchronous
 async def test_c3_c58_streams_equal_buffered_answers(make: Make, tokenizer: Tokenizer) -> None:
-    server = make(facts={"n_ctx": 128})
+    server = make(n_ctx=128)
     rng = random.Random("c3")
     pool = [*server.engine.ids(b"A", b"BC", b"DEF", b"word ", b"longer", b"a", b"b", b"c"), *range(0, 256, 5)]
     pool += [tokenizer.vocab.index[m] for m in ("<think>", "<|vision_start|>")]
