@@ -118,7 +118,7 @@ def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: i
         after = held()
         print(f"{n} requests: {before} -> {after}")
         assert after.pop("rss") - before.pop("rss") <= 5 << 20
-        assert after.pop("objects") - before.pop("objects") < n // 10
+        assert after.pop("objects") - before.pop("objects") < n  # one or more of each request would stay
         assert after == before
         assert not server.service.live
         eventually(lambda: server.counts() == {("success", "200"): n + n // 10})
