@@ -96,7 +96,8 @@ def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: i
 
         def held() -> dict[str, int]:
             eventually(lambda: server.idle)
-            gc.collect()
+            for _ in range(3):
+                gc.collect()
             tasks = asyncio.run_coroutine_threadsafe(count_tasks(), server.loop).result(10)
             return {
                 "tasks": tasks,
@@ -118,7 +119,7 @@ def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: i
         after = held()
         print(f"{n} requests: {before} -> {after}")
         assert after.pop("rss") - before.pop("rss") <= 5 << 20
-        assert after.pop("objects") - before.pop("objects") < n  # one or more of each request would stay
+        assert after.pop("objects") - before.pop("objects") < n  # of a record that stays there are several
         assert after == before
         assert not server.service.live
         eventually(lambda: server.counts() == {("success", "200"): n + n // 10})
