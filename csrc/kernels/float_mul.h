@@ -57,25 +57,38 @@ INLINE void dot_tile(const int format, const int mr, const uint8_t *const *w, in
         for (int r = 0; r < FROWS; r++) qf_store(sums + (t * FROWS + r) * QF, a[t][r]);
 }
 
+// n columns (a multiple of QF) of FSET weight rows against one x row; sums [FSET][QF]. The rows may
+// be streams of their own: the lines of all of them are fetched some time before they are needed.
+INLINE void dot_rows(const int format, const uint8_t *const *w, const float *x, int64_t n,
+                     float *sums) {
+    enum { AHEAD = 384, LINE = 64 };
+    const int64_t each = LINE / (format == QRT_F32 ? 4 : 2); // columns of a line
+    qf a[FSET];
+#pragma GCC unroll 8
+    for (int r = 0; r < FSET; r++) a[r] = qf_zero();
+    for (int64_t k0 = 0; k0 < n; k0 += each) {
+        const int64_t end = n - k0 < each ? n : k0 + each;
+#pragma GCC unroll 8
+        for (int r = 0; r < FSET; r++) __builtin_prefetch(w[r] + k0 * LINE / each + AHEAD, 0, 3);
+        for (int64_t k = k0; k < end; k += QF) {
+            const qf xv = qf_load(x + k);
+#pragma GCC unroll 8
+            for (int r = 0; r < FSET; r++) a[r] = qf_fma(load_weights(format, w[r], k), xv, a[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < FSET; r++) qf_store(sums + r * QF, a[r]);
+}
+
 // FSET weight rows against n x rows. y [n][FSET]; sums [FSET / FROWS][n][FROWS][QF] and wide
 // [FSET][QRT_WIDE] are scratch. With several x rows the weights are widened once, QRT_WIDE columns
-// at a time, and each tile of x meets all of them while both lie in the first-level cache. With
-// one, the bytes behind these rows are fetched while they are read.
+// at a time, and each tile of x meets all of them while both lie in the first-level cache.
 INLINE void mul_float(const int format, const uint8_t *const *w, const float *const *x, int64_t n,
                       int64_t cols, float *sums, float *wide, float *y) {
-    const int64_t whole = cols / QF * QF, row_bytes = cols * (format == QRT_F32 ? 4 : 2);
+    const int64_t whole = cols / QF * QF;
     if (whole == 0) memset(sums, 0, (size_t)(n * FSET * QF) * sizeof(float));
     if (n == 1) {
-        for (int64_t k = 0; k < whole; k += QRT_WIDE) {
-            const int64_t m = whole - k < QRT_WIDE ? whole - k : QRT_WIDE;
-            const uint8_t *ahead = w[0] + FSET * row_bytes + k * FSET * row_bytes / cols;
-            for (int g = 0; g < FSET / FROWS; g++) {
-                const int64_t share = m * FROWS * row_bytes / cols;
-                for (int64_t at = g * share; at < (g + 1) * share; at += 64)
-                    __builtin_prefetch(ahead + at, 0, 3);
-                dot_tile(format, 1, w + g * FROWS, k, x, k, m, k == 0, sums + g * FROWS * QF);
-            }
-        }
+        dot_rows(format, w, x[0], whole, sums);
     } else {
         for (int64_t k = 0; k < whole; k += QRT_WIDE) {
             const int64_t m = whole - k < QRT_WIDE ? whole - k : QRT_WIDE;

@@ -1,17 +1,21 @@
 // linear, moe_linear, moe_sum, quantize. Quantised weights: a panel of NR rows is unpacked once,
-// 256 columns at a time, and meets all x rows of the call. Float weights: dot products along the
-// columns. The result of a row depends on its own x alone: not on the other rows, the cut into
-// pieces or the thread.
+// 256 columns at a time, and meets all x rows of the call; few x rows meet the blocks of common
+// formats as they lie (direct.h). Float weights: dot products along the columns. The result of a
+// row depends on its own x alone: not on the other rows, the cut into pieces or the thread.
 #include "kernels.h"
+#include "direct.h"
 #include "float_mul.h"
 #include "panel_mul.h"
 #include "quantize.h"
 #include "scratch.h"
 
+// With at most so many x rows, reading the weights takes longest.
+#define FEW_X 3
+
 // Weight rows handed to a thread at a time: few enough that nobody waits long for the last, many
-// enough that what was fetched ahead is mostly the thread's own.
-static int64_t piece_rows(int64_t rows, int threads) {
-    const int64_t share = rows / (threads * 8) / 64 * 64;
+// enough that with few x rows the streams of memory (see row_set) are long.
+static int64_t piece_rows(int64_t rows, int64_t n, int threads) {
+    const int64_t share = rows / (threads * (n <= FEW_X ? 4 : 8)) / 64 * 64;
     return share < 64 ? 64 : share > 512 ? 512 : share;
 }
 #define X_BYTES (320 * 1024) // of x kept in the second-level cache while all weights pass by
@@ -44,6 +48,33 @@ INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, 
         for (int64_t r = 0; r < n; r++) out[r] += p->residual[at + r];
 }
 
+// The same for n rows, `apart` rows from each other.
+static void store_rows(const product *p, int64_t i, int64_t row, int64_t apart, const float *y,
+                       int n) {
+    if (apart == 1) {
+        store_row(p, i, row, y, n);
+    } else {
+        for (int r = 0; r < n; r++) store_row(p, i, row + r * apart, y + r, 1);
+    }
+}
+
+// Weight rows are worked on in sets of a fixed size. With few x rows, a set is one row from each of
+// as many equal parts of the piece: long streams of memory side by side, which the processor's
+// prefetchers follow. Else, and where the parts end, a set's rows are adjacent.
+typedef struct {
+    int64_t first, apart;
+    int n; // 0: there are no more
+} row_set;
+
+INLINE int64_t spread_sets(const product *p, int64_t rows, int size) {
+    return p->n <= FEW_X ? rows / size : 0;
+}
+INLINE row_set set_of(int64_t i, int64_t spread, int64_t rows, int size) {
+    if (i < spread) return (row_set){i, spread, size};
+    const int64_t first = spread * size + (i - spread) * size, left = rows - first;
+    return (row_set){first, 1, (int)(left < 0 ? 0 : left < size ? left : size)};
+}
+
 typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
 
 // One function for each kind of panel and each format's packing: products share them.
@@ -72,25 +103,31 @@ typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int6
 QRT_QUANT_FORMATS(X)
 #undef X
 
-static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
+// n_rows weight rows from r on, `apart` rows from each other. When they are adjacent, what is
+// packed next lies behind them.
+INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows, float *acc,
                           pack_fn pack, mul_fn mul) {
     _Alignas(64) uint8_t q[256 * NR];
     _Alignas(64) float s[16 * NR], m[16 * NR];
     panel to = {q, s, m, NULL};
-    float *acc = (float *)scratch;
-    const int64_t blocks = p->w->cols / 32;
-    for (int64_t r = row0; r < row0 + rows; r += NR) {
-        const int n_rows = (int)(row0 + rows - r < NR ? row0 + rows - r : NR);
-        memset(acc, 0, (size_t)p->n * NR * sizeof(float));
-        for (int64_t b = 0; b < blocks; b += 8) {
-            const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-            const uint8_t *from = p->data + r * p->w->row_bytes;
-            to.ahead = from + NR * p->w->row_bytes * (blocks + b) / blocks;
-            pack(from, p->w->row_bytes, n_rows, b, nb, &to);
-            mul(&to, nb, p->x, p->x_rows, p->n, b, acc);
-        }
-        for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, acc + i * NR, n_rows);
+    const int64_t blocks = p->w->cols / 32, bytes = p->w->row_bytes;
+    const uint8_t *from = p->data + r * bytes;
+    memset(acc, 0, (size_t)p->n * NR * sizeof(float));
+    for (int64_t b = 0; b < blocks; b += 8) {
+        const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
+        if (apart == 1) to.ahead = from + NR * bytes * (blocks + b) / blocks;
+        pack(from, apart * bytes, n_rows, b, nb, &to);
+        mul(&to, nb, p->x, p->x_rows, p->n, b, acc);
     }
+    for (int64_t i = 0; i < p->n; i++) store_rows(p, i, r, apart, acc + i * NR, n_rows);
+}
+
+static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
+                          pack_fn pack, mul_fn mul) {
+    const int64_t spread = spread_sets(p, rows, NR);
+    row_set set;
+    for (int64_t i = 0; set = set_of(i, spread, rows, NR), set.n; i++)
+        product_panel(p, row0 + set.first, set.apart, set.n, (float *)scratch, pack, mul);
 }
 #define X(NAME, name, id, block, bytes, BITS, GROUP, OFF)                                          \
     static void product_##name(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {   \
@@ -106,13 +143,15 @@ INLINE void product_float(const int format, const product *p, int64_t row0, int6
     float *sums = (float *)(scratch + QRT_X_ROWS * sizeof *x), *wide = sums + p->n * FSET * QF;
     float *y = wide + FSET * QRT_WIDE;
     for (int64_t i = 0; i < p->n; i++) x[i] = p->xf + p->x_rows[i] * p->x_ld;
-    for (int64_t r = row0; r < row0 + rows; r += FSET) {
-        const int n_rows = (int)(row0 + rows - r < FSET ? row0 + rows - r : FSET);
+    const int64_t spread = spread_sets(p, rows, FSET);
+    row_set set;
+    for (int64_t i = 0; set = set_of(i, spread, rows, FSET), set.n; i++) {
         const uint8_t *w[FSET];
-        for (int i = 0; i < FSET; i++)
-            w[i] = p->data + (r + (i < n_rows ? i : 0)) * p->w->row_bytes;
+        for (int j = 0; j < FSET; j++)
+            w[j] = p->data + (row0 + set.first + (j < set.n ? j * set.apart : 0)) * p->w->row_bytes;
         mul_float(format, w, x, p->n, p->w->cols, sums, wide, y);
-        for (int64_t i = 0; i < p->n; i++) store_row(p, i, r, y + i * FSET, n_rows);
+        for (int64_t t = 0; t < p->n; t++)
+            store_rows(p, t, row0 + set.first, set.apart, y + t * FSET, set.n);
     }
 }
 #define X(NAME, name, ...)                                                                         \
@@ -127,6 +166,66 @@ static const product_fn products[QRT_N_FORMATS] = {
     QRT_FLOAT_FORMATS(X) QRT_QUANT_FORMATS(X)
 #undef X
 };
+
+// ---------------------------------------------------------------- few x rows
+#ifdef DIRECT_FORMATS
+typedef void (*scales_fn)(const uint8_t *src, int64_t stride, int nb, float *s, float *m);
+typedef qf (*direct_fn)(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
+                        const xrow *x, qf acc);
+
+// The piece is cut into QF parts of equal length, and one row of each is worked on at a time; the
+// rows that are left over go by way of panels. `group`, `bytes`: of the format, for 256 columns.
+INLINE void product_direct(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
+                           scales_fn scales, direct_fn dot, const int group, const int bytes) {
+    const int64_t each = rows / QF, stride = each * p->w->row_bytes, blocks = p->w->cols / 32;
+    const int per = 32 / group;
+    const float *sums = per == 1 ? p->x->s32 : p->x->s16;
+    _Alignas(64) float s[16 * QF], m[16 * QF];
+    for (int64_t r = row0; r < row0 + each; r++) {
+        const uint8_t *src = p->data + r * p->w->row_bytes;
+        qf acc[FEW_X];
+        for (int i = 0; i < p->n; i++) acc[i] = qf_zero();
+        for (int64_t b = 0; b < blocks; b += 8, src += bytes) {
+            const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
+            scales(src, stride, nb, s, m);
+            for (int i = 0; i < p->n; i++) {
+                const int64_t row = p->x_rows[i];
+                const xrow x = {p->x->q + row * p->w->cols + b * 32, p->x->d + row * blocks + b,
+                                sums + (row * blocks + b) * per};
+                acc[i] = dot(src, stride, nb, s, m, &x, acc[i]);
+            }
+        }
+        for (int i = 0; i < p->n; i++) {
+            float y[QF];
+            qf_store(y, acc[i]);
+            store_rows(p, i, r, each, y, QF);
+        }
+    }
+    if (rows % QF) products[p->w->format](p, row0 + each * QF, rows % QF, scratch);
+}
+#    define X(NAME, name)                                                                          \
+        static void direct_product_##name(const product *p, int64_t row0, int64_t rows,            \
+                                          uint8_t *scratch) {                                      \
+            product_direct(p, row0, rows, scratch, direct_scales_##name, direct_##name,            \
+                           name##_group, 256 / name##_elements * name##_bytes);                    \
+        }
+DIRECT_FORMATS(X)
+#    undef X
+#endif
+
+static void multiply(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {
+#ifdef DIRECT_FORMATS
+    if (p->n <= FEW_X) {
+        switch (p->w->format) {
+#    define X(NAME, name)                                                                          \
+    case QRT_##NAME: direct_product_##name(p, row0, rows, scratch); return;
+            DIRECT_FORMATS(X)
+#    undef X
+        }
+    }
+#endif
+    products[p->w->format](p, row0, rows, scratch);
+}
 
 // ---------------------------------------------------------------- ops
 // x rows that stay in cache while all weights pass by; a multiple of the tiles.
@@ -148,7 +247,7 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
     for (int i = 0; i < op->n_parts; i++) {
         const qrt_part *part = &op->parts[i];
         const qrt_tensor *w = &part->w;
-        const int64_t step = x_block(w, n), rows_each = piece_rows(w->rows, c->threads);
+        const int64_t step = x_block(w, n), rows_each = piece_rows(w->rows, n, c->threads);
         const int64_t row_pieces = (w->rows + rows_each - 1) / rows_each;
         const int64_t pieces = row_pieces * (step ? (n + step - 1) / step : 0);
         for (; piece < first + pieces; piece = qrt_take(c)) {
@@ -166,7 +265,7 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
                                .out = part->out.ptr,
                                .ld = part->out.ld,
                                .residual = part->residual};
-            products[w->format](&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
+            multiply(&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
         }
         first += pieces;
     }
@@ -194,7 +293,7 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
     for (int i = 0; i < op->n_parts; i++) {
         const qrt_part *part = &op->parts[i];
         const qrt_tensor *w = &part->w;
-        const int64_t rows_each = piece_rows(w->rows, c->threads);
+        const int64_t rows_each = piece_rows(w->rows, entries / experts, c->threads);
         const int64_t row_pieces = (w->rows + rows_each - 1) / rows_each;
         for (int64_t e = 0, lo = 0; e < experts; e++) { // start[e] is the end of e's entries by now
             const int64_t hi = start[e], step = x_block(w, hi - lo);
@@ -213,8 +312,7 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
                                    .n = hi - x0 < step ? hi - x0 : step,
                                    .out = part->out.ptr,
                                    .ld = w->rows};
-                products[w->format](&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each,
-                                    own);
+                multiply(&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
             }
             first += pieces;
             lo = hi;

@@ -9,6 +9,7 @@
 // they lie, a few lines between other work: a burst would fill the queue of outstanding misses and
 // stall. step: as many bytes as it packs itself.
 INLINE void fetch_ahead(const panel *to, int step, int bytes) {
+    if (!to->ahead) return;
     for (int at = step * bytes; at < (step + 1) * bytes; at += 64)
         __builtin_prefetch(to->ahead + at, 0, 3);
 }

@@ -13,7 +13,7 @@
 typedef struct {
     uint8_t *q;           // [columns / 4][NR][4]
     float *s, *m;         // [columns / GROUP][NR]
-    const uint8_t *ahead; // bytes that will be packed after this panel; only ever prefetched
+    const uint8_t *ahead; // NULL, or bytes that will be packed after this panel: only prefetched
 } panel;
 
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
@@ -113,7 +113,7 @@ PACK_BY_LINES(tq1_0)
         const uint8_t *src = rows + first_block32 * 32 / ELEMENTS * BYTES;                         \
         for (int r = 0; r < NR; r += QF) {                                                         \
             const panel to = {p->q + 4 * r, p->s + r, p->m + r,                                    \
-                              p->ahead + r * (nb * 32 / ELEMENTS * BYTES)};                        \
+                              p->ahead ? p->ahead + r * (nb * 32 / ELEMENTS * BYTES) : NULL};      \
             uint8_t copy[QF * (256 / ELEMENTS * BYTES)];                                           \
             const uint8_t *from = copy;                                                            \
             int64_t stride = nb * 32 / ELEMENTS * BYTES;                                           \
