@@ -76,7 +76,7 @@ def test_one_wheel_serves_every_python_from_3_11_on(wheel: Path) -> None:
 def test_wheel_holds_the_package_and_no_sources_of_it(contents: set[str]) -> None:
     inner = {n.removeprefix("qwen35rt/") for n in contents if n.startswith("qwen35rt/")}
     wanted = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py")}
-    wanted |= {"_native.abi3.so", "_native.pyi", "py.typed"}
+    wanted |= {"_native.abi3.so", "_native.pyi", "py.typed", "data/embedded.gguf"}
     wanted |= {f"cuda/{p.name}" for p in (ROOT / "cuda").glob("*.cu*")}
     assert inner == wanted
     outside = {n.split("/")[0] for n in contents} - {"qwen35rt"}
