@@ -27,7 +27,7 @@ from .sample import Sample
 LIMIT = 240  # tokens: far above the longest answer
 # Share of right answers that the shipped model must reach.
 GOALS = {"fact": 0.90, "unknown": 0.90, "tool": 0.95, "sum": 0.90, "ended": 1.0}
-SKILLS = ("sum", "tool", "tool_answer", "no_fit", "missing", "no_tool", "thought")
+SKILLS = ("sum", "repeat", "tool", "tool_answer", "no_fit", "missing", "no_tool", "thought")
 
 
 @dataclass

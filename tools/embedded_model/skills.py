@@ -1,4 +1,4 @@
-"""What the embedded model learns beside facts: sums, calls of tools, answers from their results, short thoughts.
+"""What the embedded model learns beside facts: sums, saying a text back, calls of tools, answers from results, thoughts.
 
 Each function gives one random Sample. The same seed gives the same samples. With ``held_out`` the phrasings, and the
 pairs of sums, are those that training never uses.
@@ -16,11 +16,11 @@ from typing import Any
 
 from .fact import Fact
 from .families import Family, Tool, call, families, made_up_family, offer, part, result, values_for
-from .pools import MADE_UP_SHARE, Value
+from .pools import MADE_UP_SHARE, Value, draw, made_up_word
 from .sample import Sample
 
 NO_TOOL = "I have no tool for that."
-SUM_ASKS: list[str] = tomllib.loads((Path(__file__).parent / "sums.toml").read_text(encoding="utf-8"))["ask"]
+ASKS: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "asks.toml").read_text(encoding="utf-8"))
 SYSTEMS = (
     "You are a helpful assistant.",
     "You are a helpful assistant. Use the tools.",
@@ -57,6 +57,18 @@ class _Request:
 def sums(rng: random.Random, held_out: bool = False) -> Sample:
     """a + b with 0 to 99 each; held out are every tenth pair and some phrasings (those in half of the samples)."""
     return _sum(rng, held_out, thinking=False)
+
+
+def repeats(rng: random.Random, held_out: bool = False) -> Sample:
+    """A text to say back: words that make no sense together, so that only copying gives them."""
+    pieces = []
+    for _ in range(rng.choice((1, 1, 2, 3, 4))):
+        pool = rng.choice(("text", "text", "title", "city", "person", "number", "code", "made_up"))
+        pieces.append(made_up_word(rng) if pool == "made_up" else draw(pool, rng).text)
+    text = " ".join(pieces)
+    skeleton = rng.choice(part(ASKS["repeat"], held_out))
+    messages = [*_system(rng, 0.06), _user(_asked(skeleton, {"x": text}, rng)), _assistant(text)]
+    return Sample("repeat", messages, must=(text,))
 
 
 def tool_calls(rng: random.Random, held_out: bool = False) -> Sample:
@@ -110,20 +122,23 @@ def sum_is_held_out(a: int, b: int) -> bool:
 
 
 def column_addition(a: int, b: int) -> str:
-    """The steps of adding two numbers below 100, ones first."""
-    ones, total = a % 10 + b % 10, a + b
+    """The steps of adding two numbers below 100, ones first; without the result."""
     if max(a, b) < 10:
-        return f"{a} + {b} = {total}."
+        return f"{a} + {b}"
+    ones = a % 10 + b % 10
     carry = ones // 10
     tens = a // 10 + b // 10 + carry
-    first = f"Ones: {a % 10} + {b % 10} = {ones}" + (f", write {ones % 10}, carry 1." if carry else ".")
-    return f"{first} Tens: {a // 10} + {b // 10}{' + 1' * carry} = {tens}. So {total}."
+    return (
+        f"{a} + {b}: ones {a % 10} + {b % 10} = {ones}, tens {a // 10} + {b // 10}{' + 1' * carry} = {tens}, "
+        f"so {a} + {b}"
+    )
 
 
 def _sum(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
     question, a, b = _sum_question(rng, held_out)
     head = [*_system(rng, 0.06), *_history(rng, 0.12)]
-    answer = _assistant(f"{a} + {b} = {a + b}.", column_addition(a, b) if thinking else "")
+    steps = f"{column_addition(a, b)} = {a + b}."
+    answer = _assistant(f"{a} + {b} = {a + b}.", steps) if thinking else _assistant(steps)
     return Sample("sum", [*head, _user(question), answer], None, thinking, (f"= {a + b}.",))
 
 
@@ -132,7 +147,7 @@ def _sum_question(rng: random.Random, held_out: bool) -> tuple[str, int, int]:
         a, b = (rng.randint(0, rng.choice((9, 99, 99, 99))) for _ in range(2))
         if sum_is_held_out(a, b) == held_out:
             break
-    skeleton = rng.choice(part(SUM_ASKS, held_out and rng.random() < 0.5))
+    skeleton = rng.choice(part(ASKS["sum"], held_out and rng.random() < 0.5))
     return _asked(skeleton, {"a": str(a), "b": str(b)}, rng), a, b
 
 
@@ -282,7 +297,7 @@ def _history(rng: random.Random, share: float) -> list[dict[str, Any]]:
     if rng.random() >= share:
         return []
     question, a, b = _sum_question(rng, held_out=False)
-    return [_user(question), _assistant(f"{a} + {b} = {a + b}.")]
+    return [_user(question), _assistant(f"{column_addition(a, b)} = {a + b}.")]
 
 
 def _system(rng: random.Random, share: float) -> list[dict[str, Any]]:
