@@ -1,4 +1,4 @@
-"""What the embedded model learns beside facts: sums, saying a text back, calls of tools, answers from results, thoughts.
+"""What the embedded model learns beside facts: sums, saying texts back, calls of tools, answers from them, thoughts.
 
 Each function gives one random Sample. The same seed gives the same samples. With ``held_out`` the phrasings, and the
 pairs of sums, are those that training never uses.
