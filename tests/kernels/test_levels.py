@@ -60,10 +60,14 @@ class Compiler:
     def link(self, level: str, objects: Sequence[Path]) -> Path:
         """The same with the level's objects from elsewhere."""
         objects = [*self.objects("scalar"), *objects]
+        below: tuple[str, ...] = ()
+        if level.startswith("avx512"):  # which uses the products of few rows of AVX2
+            below = ("-DBELOW=avx2",)
+            objects += self.objects("avx2", AVX2)
         program = self.folder / f"levels-{level}"
         pool = ROOT / "csrc" / "threadpool.c"
         strict = ("-Wall", "-Wextra", "-Werror")
-        self.run(*strict, f"-DLEVEL={level}", *DRIVER, pool, *objects, "-o", program, "-lm", "-lpthread")
+        self.run(*strict, f"-DLEVEL={level}", *below, *DRIVER, pool, *objects, "-o", program, "-lm", "-lpthread")
         return program
 
 
