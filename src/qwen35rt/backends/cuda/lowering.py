@@ -15,7 +15,8 @@ import numpy.typing as npt
 from ...model.program import Program, Value, View
 from ...model.weights import QTensor
 from ..base import Limits
-from .fusion import QUANTIZING, Node, fuse, quantizers, to_nodes
+from ..fusion import QUANTIZING
+from .fusion import Node, fuse, quantizers, to_nodes
 from .interface import NOTHING, Grid, Launcher
 from .memory import AT, needs, share_buffers, wanted_values
 

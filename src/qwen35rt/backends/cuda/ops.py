@@ -14,7 +14,8 @@ import numpy as np
 from ...errors import BackendError
 from ...model.program import Op, Value
 from ...model.weights import QTensor
-from .fusion import Node, Part
+from ..fusion import Part
+from .fusion import Node
 from .interface import NOTHING
 from .lowering import Go, Lowered, Lowering, Step, count, i32, up
 
