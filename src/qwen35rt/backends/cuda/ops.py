@@ -14,7 +14,8 @@ import numpy as np
 from ...errors import BackendError
 from ...model.program import Op, Value
 from ...model.weights import QTensor
-from .fusion import Node, Part
+from ..fusion import Part
+from .fusion import Node
 from .interface import NOTHING
 from .lowering import Go, Lowered, Lowering, Step, count, i32, up
 
@@ -29,9 +30,9 @@ DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
 
 def lower(lo: Lowering) -> Lowered:
     """All launches of a program. Raises BackendError for sizes that no kernel is written for."""
-    ops = tuple((node.op.kind, tuple(LOWER[node.op.kind](lo, node))) for node in lo.nodes)
+    nodes = tuple((node.op.kind, node.ops, tuple(LOWER[node.op.kind](lo, node))) for node in lo.nodes)
     values = {v.name: lo.array(v) for v in lo.program.values if lo.has(v)}
-    return Lowered(ops, values, lo.array(lo.program.logits), lo.nbytes)
+    return Lowered(nodes, values, lo.array(lo.program.logits), lo.nbytes, lo.launcher)
 
 
 # ------------------------------------------------------------------------------------------ ops
