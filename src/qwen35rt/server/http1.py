@@ -17,7 +17,7 @@ class Http1(H11Protocol):
 
     async def stream_send(self, event: Event) -> None:
         """Take an event of the request at hand's answer."""
-        # The rest of its body is not waited for where a request is refused early: no other can follow on the connection.
+        # What is left of the body of a request that was refused is not waited for: no other request can follow it.
         if isinstance(event, Response) and event.status_code >= 200 and self.connection.their_state is h11.SEND_BODY:
             event = replace(event, headers=[*event.headers, (b"connection", b"close")])
         await super().stream_send(event)
