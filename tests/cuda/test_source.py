@@ -54,6 +54,10 @@ def test_sizes_equal_those_of_the_kernels() -> None:
     assert len(re.findall(r"PART\(\d\)", source.source("linear"))) == ops.MAX_PARTS
     assert (number("conv1d_silu", "TILE"), number("conv1d_silu", "MAX_TAPS")) == (ops.CONV_TILE, ops.MAX_TAPS)
     assert (number("delta_net", "LANES"), number("delta_net", "ROWS")) == (ops.DELTA_LANES, ops.DELTA_ROWS)
+    chunks = [number("delta_chunks", n) for n in ("CHUNK", "VALUES")]
+    assert chunks == [ops.DELTA_CHUNK, ops.DELTA_VALUES]
+    assert re.search(r"#define SQUARE_LD \(CHUNK \+ 4\).*\n#define ROOM +\(2 \* CHUNK\)", source.source("delta_chunks"))
+    assert (chunks[0] + 4, 2 * chunks[0]) == (ops.DELTA_SQUARE, ops.DELTA_ROOM)
     assert [f"delta_net_{c}" for c in ops.DELTA_COLUMNS] == source.kernels("delta_net")
 
 

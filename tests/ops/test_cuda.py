@@ -32,10 +32,11 @@ from .tensors import random_tensor
 
 CASES = all_cases()
 PRODUCTS, OTHERS = 24, 4  # of them every so-many-th runs by default, and the first of each op
-SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-6-3-48-sharp1-mixed")
+SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-6-3-48-sharp1-mixed", "delta_net-jumps-3x20")
 SANITIZED = (
     "rope-2x32-3d",
     "delta_net-3-3-48-mixed-decay-mixed",
+    "delta_net-jumps-2x128",
     "embed-Q6_K-256",
     "linear-F16-17x33-odd",
     "linear-Q8_0-17x96-exact",
@@ -87,7 +88,9 @@ def _case(name: str) -> Case:
 PIECES = replace(_case("attention-2-1-32-sharp8"), label="pieces", lengths=(288, 5), chunks=((280, *[1] * 8), (1,)))
 
 
-@pytest.mark.parametrize("case", [PIECES, _case("delta_net-T65"), _case("ffn-Q8_0")], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case", [PIECES, _case("delta_net-T65"), _case("delta_net-jumps-4x32"), _case("ffn-Q8_0")], ids=lambda c: c.id
+)
 def test_graphs_and_thread_orders_change_no_bit(case: Case) -> None:
     """Steps replayed from a bucket's graph equal those launched one by one; threads at random too."""
     eager = run_case(case, CudaBackend(HostLauncher(order=7), graphs=False))

@@ -18,6 +18,7 @@ from ..fusion import Part
 from .fusion import Node
 from .interface import NOTHING
 from .lowering import Go, Lowered, Lowering, Step, count, i32, up
+from .room import shared_room
 
 # Sizes that kernels are written for; see the constants of the same names in cuda/.
 WARPS, ROWS_OF_WARP, MAX_PARTS = 4, 2, 4
@@ -26,6 +27,9 @@ TILE_ROWS, TILE_X, TILES_BYTES = 64, 64, 24_576
 TILES_FROM = 16  # rows of x from which tiles on tensor cores take less time than passes over 8 rows
 CONV_TILE, MAX_TAPS = 32, 8
 DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
+DELTA_CHUNK, DELTA_VALUES, DELTA_SQUARE, DELTA_ROOM = 32, 16, 36, 64
+CHUNKS_FROM = 64  # rows of a sequence from which the delta rule takes chunks
+ALL_LENGTHS = 2**31 - 1
 
 
 def lower(lo: Lowering) -> Lowered:
@@ -255,11 +259,39 @@ def delta_net(lo: Lowering, node: Node) -> Iterator[Go]:
     columns = next((c for c in DELTA_COLUMNS if c * DELTA_LANES >= d), None)
     if columns is None:
         raise BackendError(f"delta-rule heads of {d}; the CUDA kernels take up to {DELTA_LANES * DELTA_COLUMNS[-1]}")
-    args = *lo.view(q), *lo.view(k), np.int32(k.heads), *lo.view(v), lo.array(gates.value), lo.pools.delta
-    sizes = i32(lo.program.state.delta_layers, op.layer, d)
-    name, blocks = f"delta_net_{columns}", up(d, DELTA_ROWS)
-    out = lo.array(op.outs[0])
-    yield lo.launch("delta_net", name, lambda s: (blocks, heads, len(s.counts)), 256, 0, *args, out, lo.step, *sizes)
+    name, blocks, out = f"delta_net_{columns}", up(d, DELTA_ROWS), lo.array(op.outs[0])
+    keys, g, sizes = (
+        (*lo.view(q), *lo.view(k), np.int32(k.heads)),
+        lo.array(gates.value),
+        i32(lo.program.state.delta_layers, op.layer, d),
+    )
+    in_chunks = lo.tensor_cores and lo.limits.rows >= CHUNKS_FROM
+    below = np.int32(CHUNKS_FROM if in_chunks else ALL_LENGTHS)
+    row_after_row = lo.launcher.kernel("delta_net", "", name)
+    args = *keys, *lo.view(v), g, lo.pools.delta, out, lo.step, below, *sizes
+
+    def go(step: Step) -> None:
+        if min(step.counts) < below:
+            row_after_row((blocks, heads, len(step.counts)), 256, 0, args)
+
+    yield go
+    if in_chunks:
+        room = shared_room(lo, heads * DELTA_ROOM)
+        ld = 4 * up(d, 4) + 4
+        squares = 2 * DELTA_CHUNK * DELTA_SQUARE
+        prepare_bytes = 4 * (2 * DELTA_CHUNK * ld + squares + DELTA_CHUNK)
+        walk_bytes = 4 * ((2 * DELTA_CHUNK + DELTA_VALUES) * ld + squares + DELTA_CHUNK * (2 * DELTA_VALUES + 3))
+        prepare, walk = (lo.launcher.kernel("delta_chunks", "", n) for n in ("delta_prepare", "delta_walk"))
+        prepare_args = *keys, g, room, lo.step, below, np.int32(d)
+        walk_args = *keys, *lo.view(v), g, room, lo.pools.delta, out, lo.step, below, *sizes
+
+        def go_in_chunks(step: Step) -> None:
+            longest, seqs = max(step.counts), len(step.counts)
+            if longest >= CHUNKS_FROM:
+                prepare((up(longest, DELTA_CHUNK), heads, seqs), 128, prepare_bytes, prepare_args)
+                walk((up(d, DELTA_VALUES), heads, seqs), 128, walk_bytes, walk_args)
+
+        yield go_in_chunks
 
 
 def moe_route(lo: Lowering, node: Node) -> Iterator[Go]:
