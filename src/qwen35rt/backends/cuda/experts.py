@@ -1,0 +1,93 @@
+"""Products with experts for steps of many rows: places of routes grouped by expert, then tiles on tensor cores.
+
+Place p is place ``p % used`` of row ``p // used``. Receives the lowering; imports no device library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ...model.program import Op, Value
+from .lowering import Go, Lowering, Step, count, i32, up
+from .tiles import TILES_FROM, has_tiles, tile_bytes
+
+GROUP_PLACES = 64  # that of cuda/experts.cuh; also the size of tiles
+PLACES_OF_EXPERT = 2  # on average, from which reading weights once for a group saves more than groups cost
+
+
+@dataclass
+class Room:
+    """Buffers of a program: for each route, by the id of its value, places and groups; products of one op."""
+
+    lists: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    products: Any = None
+
+
+_ROOMS: WeakKeyDictionary[Lowering, Room] = WeakKeyDictionary()
+
+
+def from_rows(lo: Lowering, op: Op) -> int | None:
+    """Rows of a step from which an op's places are grouped; None where they never are."""
+    w, used = op.weights[0], op.attrs["used"]
+    rows = max(TILES_FROM, up(PLACES_OF_EXPERT * w.n_expert, used))
+    return rows if lo.tensor_cores and has_tiles(w) and rows <= lo.limits.rows else None
+
+
+def grouped(lo: Lowering, op: Op, x: Any, least: int) -> Iterator[Go]:
+    """Launches for steps of ``least`` rows and more. x: the input, int8 blocks or float32."""
+    w, used, reduce = op.weights[0], op.attrs["used"], op.attrs["reduce"]
+    route, out = op.ins[1].value, op.outs[0]
+    room = _ROOMS.setdefault(lo, Room())
+
+    def rows(step: Step) -> int:
+        return step.rows if step.rows >= least else 0
+
+    if route.id not in room.lists:
+        room.lists[route.id] = _lists(lo, used, w.n_expert)
+        yield _make_lists(lo, route, used, w.n_expert, rows, room.lists[route.id])
+    to = lo.array(out)
+    if reduce:
+        size = lo.limits.rows * used * w.rows
+        if room.products is None or room.products.size < size:
+            room.products = _empty(lo, size, np.float32)
+        to = room.products
+    data, scale = lo.weight(w)
+    at = lo.step, np.int32(count(False))
+    scales = 0 if w.scale is None else w.scale.size
+    sizes = i32(w.n_expert, scales, used, 1 if reduce else used, w.rows, w.cols, w.row_bytes)
+    yield lo.launch(
+        "moe_tiles",
+        "moe_tiles",
+        lambda s: (up(w.rows, GROUP_PLACES) if rows(s) else 0, rows(s) * used // GROUP_PLACES + w.n_expert, 1),
+        2 * GROUP_PLACES,
+        tile_bytes(w, GROUP_PLACES),
+        *(data, scale, x, *room.lists[route.id], to, *at, *sizes),
+        variant=w.format.name,
+    )
+    if reduce:
+        args = to, lo.array(route), lo.array(out), *at, *i32(used, w.rows)
+        yield lo.launch("moe_lists", "moe_sum", lambda s: (up(w.rows, 128), rows(s), 1), 128, 0, *args)
+
+
+def _empty(lo: Lowering, size: int, dtype: type) -> Any:
+    made = lo.launcher.empty((size,), dtype)
+    lo.nbytes += made.nbytes
+    return made
+
+
+def _lists(lo: Lowering, used: int, experts: int) -> tuple[Any, Any]:
+    """Places, and groups of three numbers each."""
+    places = lo.limits.rows * used
+    return _empty(lo, places, np.int32), _empty(lo, 3 * (places // GROUP_PLACES + experts), np.int32)
+
+
+def _make_lists(
+    lo: Lowering, route: Value, used: int, experts: int, rows: Callable[[Step], int], lists: tuple[Any, Any]
+) -> Go:
+    args = lo.array(route), *lists, lo.step, *i32(count(False), experts, used)
+    return lo.launch("moe_lists", "moe_lists", lambda s: (up(experts, 4) if rows(s) else 0, 1, 1), 128, 0, *args)
