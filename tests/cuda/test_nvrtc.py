@@ -17,7 +17,14 @@ from tests.cuda_host import nvrtc
 # multiprocessor; for sm_120, which nothing is tuned for, the compiler takes more.
 BUDGETS = {75: (128, 0, 0), 80: (128, 0, 0), 90: (128, 0, 0), 120: (160, 8, 8)}
 OFTEN = ("Q4_K", "Q6_K", "Q8_0", "Q5_1", "IQ2_XS", "TQ1_0", "NVFP4", "BF16")  # of linear
-ELSEWHERE = ("linear", "linear_tiles", "attention")  # files that are compiled for other architectures
+TILED = ("Q2_K", "Q6_K", "F16", "BF16")  # of linear_tiles
+ELSEWHERE = (
+    "linear",
+    "linear_tiles",
+    "moe_tiles",
+    "moe_lists",
+    "attention",
+)  # files that are compiled for other architectures
 
 pytestmark = pytest.mark.skipif(
     nvrtc.library() is None, reason="NVRTC is not installed (pip install nvidia-cuda-nvrtc)"
@@ -32,6 +39,7 @@ def _modules() -> list[Any]:
                 first = variant == ("Q4_K" if file in source.BY_FORMAT else source.variants(file)[0])
                 often = first and (arch == 80 or file in ELSEWHERE)
                 often = often or (arch == 80 and file == "linear" and variant in OFTEN)
+                often = often or (arch in (80, 90) and file == "linear_tiles" and variant in TILED)
                 name = f"{file}-{variant}-sm_{arch}" if variant else f"{file}-sm_{arch}"
                 marks = () if often else pytest.mark.long
                 made.append(pytest.param(file, variant, arch, id=name, marks=marks))

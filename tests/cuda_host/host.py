@@ -52,7 +52,7 @@ def folder() -> Path:
 
 def unit_of(file: str, variant: str) -> tuple[str, tuple[str, ...]]:
     """Name of the library with a file's kernels, and the files in it: products of one format share one."""
-    together = tuple(f for f in source.BY_FORMAT if f not in source.QUANTISED_ONLY)
+    together = tuple(f for f in source.BY_FORMAT if f not in source.TILED)
     files = together if file in together else (file,)
     return f"{files[0]}-{variant}" if variant else files[0], files
 
@@ -109,7 +109,10 @@ def fused() -> tuple[str, ...]:
 
 @dataclass
 class HostLauncher:
-    """``order``: how threads and blocks take turns (cuda_host.h). ``launches``: kernels run so far."""
+    """``order``: how threads and blocks take turns (cuda_host.h).
+
+    ``launches``: kernels run so far; ``names``: theirs.
+    """
 
     order: int = 0
     flags: tuple[str, ...] = ()
@@ -119,6 +122,7 @@ class HostLauncher:
 
     def __post_init__(self) -> None:
         self.launches = 0
+        self.names: set[str] = set()
         self._recording: list[Callable[[], None]] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -179,6 +183,7 @@ class HostLauncher:
             return
         launch(library(file, variant, self.flags), name, grid, block, shared_bytes, args, self.order)
         self.launches += 1
+        self.names.add(name)
 
 
 @cache
