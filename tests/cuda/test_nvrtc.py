@@ -6,11 +6,15 @@ under ``-m long``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 
 from qwen35rt.backends.cuda import source
+from qwen35rt.cpu_count import usable_cpus
 from tests.cuda_host import nvrtc
 
 # Most registers of a thread, bytes of spills and of stack. 128 registers let two blocks of 256 threads live on a
@@ -46,9 +50,21 @@ def _modules() -> list[Any]:
     return made
 
 
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Any, Future[tuple[str, list[nvrtc.Usage]]]]]:
+    """Log and kernels of each module that was chosen, compiled as many at once as there are cores."""
+    found: list[Any] = [item for item in request.session.items if item.path == request.path]
+    chosen = [tuple(item.callspec.params[name] for name in ("file", "variant", "arch")) for item in found]
+    pool = ProcessPoolExecutor(usable_cpus().affinity, get_context("spawn"))
+    try:
+        yield {module: pool.submit(nvrtc.compile_file, *module) for module in chosen}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize(("file", "variant", "arch"), _modules())
-def test_modules_compile_within_their_budget(file: str, variant: str, arch: int) -> None:
-    log, found = nvrtc.compile_file(file, variant, arch)
+def test_modules_compile_within_their_budget(compiled: Any, file: str, variant: str, arch: int) -> None:
+    log, found = compiled[file, variant, arch].result()
     assert {u.kernel for u in found} == set(source.kernels(file)), log
     assert "warning" not in log
     for use in found:

@@ -10,7 +10,8 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from qwen35rt.backends.cuda import source
 from qwen35rt.backends.cuda.interface import Grid, Kernel
+from qwen35rt.cpu_count import usable_cpus
 
 HEADER = Path(__file__).with_name("cuda_host.h")
 FLAGS = (
@@ -66,6 +68,13 @@ def library(file: str, variant: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL
     text += [f'#include "{source.kernel_folder() / f}.cu"' for f in files]
     kernels = [kernel for f in files for kernel in source.kernels(f)]
     return build(f"{name}{'-sanitized' if flags else ''}", "\n".join(text), kernels, flags)
+
+
+def prepare(units: Iterable[tuple[str, str]]) -> None:
+    """Compile the libraries of files and variants, as many at once as there are cores."""
+    with ThreadPoolExecutor(usable_cpus().affinity) as pool:
+        for done in [pool.submit(library, file, variant, ()) for file, variant in units]:
+            done.result()
 
 
 def build(name: str, text: str, kernels: Sequence[str], flags: tuple[str, ...] = ()) -> ctypes.CDLL:

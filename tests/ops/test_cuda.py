@@ -24,8 +24,9 @@ from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.cuda.memory import HEADER
 from qwen35rt.backends.cuda.source import kernel_folder
 from qwen35rt.backends.reference import ReferenceBackend
+from qwen35rt.formats import FORMATS
 from qwen35rt.model.program import Builder, Program, StateShape, Value
-from tests.cuda_host.host import HostLauncher, compiler
+from tests.cuda_host.host import HostLauncher, compiler, prepare
 
 from .case import BAD_ACTIVATIONS, Case, Outcome, check_bad_activation, check_outcome, run_case
 from .cases import all_cases
@@ -68,6 +69,15 @@ def _cases() -> list[Any]:
         seen.add(case.op)
         made.append(pytest.param(case, id=case.id, marks=() if often else pytest.mark.long))
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries(request: pytest.FixtureRequest) -> None:
+    """Those of the formats that the chosen cases name: one after the other they take longer than the cases."""
+    chosen = [item.name for item in request.session.items if item.path == request.path]
+    prepare(
+        ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in chosen)
+    )
 
 
 def _same(a: Outcome, b: Outcome) -> None:
