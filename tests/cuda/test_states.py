@@ -1,13 +1,11 @@
-"""States that are saved, shared, copied and put back, and pages that are copied: the tests of every backend, on the
-CUDA backend in emulation. A row's sums run in one order whatever the step, so results are compared bit for bit."""
+"""States that are saved, shared, copied and put back, and pages that are copied: the tests of every backend, on CUDA in
+emulation and on a GPU. A row's sums run in one order whatever the step, so results are compared bit for bit."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from qwen35rt.backends.cuda.backend import CudaBackend
-from tests.cuda_host.host import HostLauncher, compiler
 from tests.implementations import Implementation
 from tests.ops.test_states import (  # noqa: F401
     Array,
@@ -21,12 +19,13 @@ from tests.ops.test_states import (  # noqa: F401
     test_unknown_slots_and_pages_and_other_shapes_are_refused,
 )
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
+from .device import Device
 
 
 @pytest.fixture
-def implementation() -> Implementation:
-    return Implementation("cuda-emulated", lambda: CudaBackend(HostLauncher()), frozenset(), ("f16", "f32"))
+def implementation(device: Device) -> Implementation:
+    name = "cuda-emulated" if device.small else "cuda"
+    return Implementation(name, lambda: device.backend, frozenset(), ("f16", "f32"))
 
 
 def test_results_are_compared_bit_for_bit(equal: Check) -> None:  # noqa: F811
