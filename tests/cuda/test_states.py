@@ -1,5 +1,5 @@
-"""States that are saved, shared, copied and put back, and pages that are copied: the tests of every backend, on the
-CUDA backend in emulation. A row's sums run in one order whatever the step, so results are compared bit for bit; with
+"""States that are saved, shared, copied and put back, and pages that are copied: the tests of every backend, on CUDA in
+emulation and on a GPU. A row's sums run in one order whatever the step, so results are compared bit for bit; with
 tensor cores and the chunks of the delta rule those of steps that are cut elsewhere are compared with a bound, those of
 one step with and without saves still bit for bit."""
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from qwen35rt.backends.cuda.backend import CudaBackend
-from tests.cuda_host.host import HostLauncher, compiler
 from tests.implementations import Implementation
 from tests.ops.test_states import (  # noqa: F401
     Array,
@@ -22,17 +21,19 @@ from tests.ops.test_states import (  # noqa: F401
     test_unknown_slots_and_pages_and_other_shapes_are_refused,
 )
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
+from .device import Device
 
 
-ONE_ORDER = "cuda-emulated"
+@pytest.fixture(params=[False, True], ids=["one-order", "tensor-cores"])
+def tensor_cores(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
-@pytest.fixture(params=[ONE_ORDER, "cuda-emulated-tensor-cores"])
-def implementation(request: pytest.FixtureRequest) -> Implementation:
-    cores = request.param != ONE_ORDER
+@pytest.fixture
+def implementation(device: Device, tensor_cores: bool) -> Implementation:
+    name = "cuda-emulated" if device.small else "cuda"
     return Implementation(
-        request.param, lambda: CudaBackend(HostLauncher(), tensor_cores=cores), frozenset(), ("f16", "f32")
+        name, lambda: CudaBackend(device.launcher, tensor_cores=tensor_cores), frozenset(), ("f16", "f32")
     )
 
 
@@ -45,12 +46,12 @@ def _near(got: Array, want: Array) -> None:
 
 
 @pytest.fixture
-def equal(implementation: Implementation) -> Check:
+def equal(tensor_cores: bool) -> Check:
     """How results of different steps are compared."""
-    return _exact if implementation.name == ONE_ORDER else _near
+    return _near if tensor_cores else _exact
 
 
-def test_results_are_compared_bit_for_bit(equal: Check, implementation: Implementation) -> None:
+def test_results_are_compared_bit_for_bit(equal: Check, tensor_cores: bool) -> None:
     one: Array = np.ones(1, np.float32)
     with pytest.raises(AssertionError):
-        equal(one, np.nextafter(one, np.float32(2)) if implementation.name == ONE_ORDER else one + 1e-5)
+        equal(one, one + 1e-5 if tensor_cores else np.nextafter(one, np.float32(2)))

@@ -8,11 +8,14 @@ launch.py over it, beside the real one if there is a real CuPy.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
+from ctypes import CDLL
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -24,9 +27,10 @@ import numpy.typing as npt
 
 from qwen35rt.backends.cuda import source
 
-from .host import launch, library
+from .host import build, launch, library
 
 NULL_STREAM = 0
+_KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\(")
 
 
 class CUDARuntimeError(RuntimeError):
@@ -79,7 +83,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.current = threading.local()
-        self.shared: dict[tuple[str, str, str], int] = {}  # limits of loaded functions
+        self.shared: dict[tuple[str, str], int] = {}  # limits of loaded functions
         self.capturing: list[Callable[[], None]] | None = None
 
     def do(self, what: str) -> None:
@@ -215,27 +219,31 @@ class RawModule:
 
     def compile(self, log_stream: Any = None) -> None:
         self.machine.do("compile")
-        self.file, self.variant = _named(self.code, self.options)
-        self.machine.compiled.append((self.file, self.options))
+        self.name, self.kernels, self.built = _built(self.code, self.options)
+        self.machine.compiled.append((self.name, self.options))
 
     def get_function(self, name: str) -> RawKernel:
-        if name not in source.kernels(self.file):
+        if name not in self.kernels:
             raise CUDADriverError(500)  # no such symbol
-        return RawKernel(self.machine, self.file, self.variant, name)
+        return RawKernel(self.machine, self.name, self.built, name)
 
 
 @cache
-def _named(code: str, options: tuple[str, ...]) -> tuple[str, str]:
-    (file,) = (f for f in source.files() if source.source(f) == code)
-    (variant,) = (v for v in source.variants(file) if source.options(file, v) == options)
-    return file, variant
+def _built(code: str, options: tuple[str, ...]) -> tuple[str, tuple[str, ...], CDLL]:
+    """A module's name, kernels and library: one of our files in a variant, or any text."""
+    for file in source.files():
+        if source.source(file) == code:
+            (variant,) = (v for v in source.variants(file) if source.options(file, v) == options)
+            return f"{file}-{variant}", tuple(source.kernels(file)), library(file, variant)
+    name, kernels = f"text-{zlib.crc32(code.encode()):08x}", tuple(_KERNEL.findall(code))
+    return name, kernels, build(name, code, kernels)
 
 
 class RawKernel:
     """A kernel; its limit of shared memory belongs to the loaded function, not to this object."""
 
-    def __init__(self, machine: Machine, file: str, variant: str, name: str) -> None:
-        self.machine, self.names = machine, (file, variant, name)
+    def __init__(self, machine: Machine, module: str, built: CDLL, name: str) -> None:
+        self.machine, self.built, self.names = machine, built, (module, name)
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
@@ -256,8 +264,7 @@ class RawKernel:
         if shared_mem > self.max_dynamic_shared_size_bytes or not all(0 < n < 2**31 for n in grid):
             raise CUDADriverError(1)  # an invalid value
         self.machine.do("launch")
-        file, variant, name = self.names
-        run = partial(launch, library(file, variant), name, grid, block[0], shared_mem, args, self.machine.order)
+        run = partial(launch, self.built, self.names[1], grid, block[0], shared_mem, args, self.machine.order)
         if self.machine.capturing is not None:
             self.machine.capturing.append(run)
             return
