@@ -17,7 +17,13 @@ from tests.cuda_host import nvrtc
 # multiprocessor; for sm_120, which nothing is tuned for, the compiler takes more.
 BUDGETS = {75: (128, 0, 0), 80: (128, 0, 0), 90: (128, 0, 0), 120: (160, 8, 8)}
 OFTEN = ("Q4_K", "Q6_K", "Q8_0", "Q5_1", "IQ2_XS", "TQ1_0", "NVFP4", "BF16")  # of linear
-ELSEWHERE = ("linear", "linear_tiles", "attention")  # files that are compiled for other architectures
+ELSEWHERE = (
+    "linear",
+    "linear_tiles",
+    "attention",
+    "attention_tiles",
+    "delta_chunks",
+)  # files that are compiled for other architectures
 
 pytestmark = pytest.mark.skipif(
     nvrtc.library() is None, reason="NVRTC is not installed (pip install nvidia-cuda-nvrtc)"

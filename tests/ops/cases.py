@@ -240,6 +240,12 @@ def state_cases() -> Iterator[Case]:
         yield from _cuts(Case("attention", f"{n}-{kv}-{dim}-f32", build, 1e-11, state=shape, kv_dtype="f32"))
     long = partial(_attention, n=8, kv=2, dim=64, sharp=3.0)
     yield Case("attention", "long", long, 1e-9, (600, 5), ((257, 1, 342), (1,)), StateShape(1, 2, 64, 0, 1, 16, 1, 4))
+    # Steps of 16 rows and more, that begin and that go on; heads in threes, so that rows are cut between blocks.
+    for n, kv, dim in ((3, 1, 64), (4, 2, 128)):
+        shape = StateShape(1, kv, dim, 0, 1, 16, 1, 4)
+        build = partial(_attention, n=n, kv=kv, dim=dim, sharp=3.0)
+        several = (90, 5, 33), ((17, 73), (3, 2), (15, 1, 17))
+        yield Case("attention", f"{n}-{kv}-{dim}-several", build, 1e-9, *several, shape)
     for channels, kernel in ((5, 4), (37, 4), (128, 4), (33, 2), (16, 5)):
         build = partial(_conv, channels=channels, kernel=kernel)
         yield from _cuts(
