@@ -1,6 +1,6 @@
-// Products of tiles on tensor cores and copies to shared memory that nobody waits for, behind
-// wrappers. A lane holds, with g = lane / 4 and t = lane % 4, words of four int8 or of two 16-bit
-// numbers:
+// Products of tiles on tensor cores, loads of their words, and copies to shared memory that nobody
+// waits for, behind wrappers. A lane holds, with g = lane / 4 and t = lane % 4, words of four int8
+// or of two 16-bit numbers:
 //     a: [16][k] rows: a[0] row g, bytes 4 t ..; a[1] row g + 8; a[2], a[3] the same 16 bytes later
 //     b: [8][k] rows:  b[0] row g, bytes 4 t ..; b[1] 16 bytes later
 //     c: [16][8]:      c[0], c[1] row g, columns 2 t, 2 t + 1; c[2], c[3] row g + 8
@@ -66,6 +66,12 @@ INLINE void mma_f16(float (&c)[4], const int *a, const int *b) {
 #endif
 }
 
+// The words of b one by one.
+INLINE void mma_f16(float (&c)[4], const int *a, int first, int second) {
+    const int b[2] = {first, second};
+    mma_f16(c, a, b);
+}
+
 // c += a . b over 16 columns of bfloat16
 INLINE void mma_bf16(float (&c)[4], const int *a, const int *b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -110,9 +116,19 @@ struct __align__(16) Words {
     u32 w[4];
 };
 
-// Copies 16 bytes to shared memory; there after await_copies() and a barrier.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+INLINE u32 shared_address(const void *p) {
+    u32 at;
+    asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(p));
+    return at;
+}
+#endif
+
+// Copies 16 bytes to shared memory; there after await_copies() and a barrier. Both addresses are
+// multiples of 16.
 INLINE void copy_ahead(void *to, const void *from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    // The address is made here, as it would stay in a register for long.
     asm volatile("{ .reg .u64 s; .reg .u32 t; cvta.to.shared.u64 s, %0; cvt.u32.u64 t, s; "
                  "cp.async.cg.shared.global [t], [%1], 16; }"
                  :
@@ -123,9 +139,42 @@ INLINE void copy_ahead(void *to, const void *from) {
 #endif
 }
 
+// For those that this thread began.
 INLINE void await_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// The 16 x 16 numbers of 16 bits at `tile` in shared memory, rows of ld numbers (a multiple of 8),
+// as an a; as two b: r[0], r[2] of rows 0 .., r[1], r[3] of rows 8 ...
+INLINE void load_tile(int (&r)[4], const u16 *tile, int ld) {
+    const int lane = threadIdx.x % 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(tile + lane % 16 * ld + lane / 16 * 8))
+                 : "memory");
+#else
+    for (int i = 0; i < 4; i++)
+        r[i] = *(const int *)(tile + (lane / 4 + i % 2 * 8) * ld + lane % 4 * 2 + i / 2 * 8);
+#endif
+}
+
+// The same with rows and columns exchanged, as two b: r[0], r[1] of columns 0 .., r[2], r[3] of
+// columns 8 ...
+INLINE void load_tile_turned(int (&r)[4], const u16 *tile, int ld) {
+    const int lane = threadIdx.x % 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(tile + lane % 16 * ld + lane / 16 * 8))
+                 : "memory");
+#else
+    for (int i = 0; i < 4; i++) {
+        const u16 *from = tile + (lane % 4 * 2 + i % 2 * 8) * ld + lane / 4 + i / 2 * 8;
+        r[i] = (int)(from[0] | (u32)from[ld] << 16);
+    }
 #endif
 }
 #endif

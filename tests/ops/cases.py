@@ -240,6 +240,12 @@ def state_cases() -> Iterator[Case]:
         yield from _cuts(Case("attention", f"{n}-{kv}-{dim}-f32", build, 1e-11, state=shape, kv_dtype="f32"))
     long = partial(_attention, n=8, kv=2, dim=64, sharp=3.0)
     yield Case("attention", "long", long, 1e-9, (600, 5), ((257, 1, 342), (1,)), StateShape(1, 2, 64, 0, 1, 16, 1, 4))
+    # Steps of 16 rows and more, that begin and that go on; heads in threes, so that rows are cut between blocks.
+    for n, kv, dim in ((3, 1, 64), (4, 2, 128)):
+        shape = StateShape(1, kv, dim, 0, 1, 16, 1, 4)
+        build = partial(_attention, n=n, kv=kv, dim=dim, sharp=3.0)
+        several = (90, 5, 33), ((17, 73), (3, 2), (15, 1, 17))
+        yield Case("attention", f"{n}-{kv}-{dim}-several", build, 1e-9, *several, shape)
     for channels, kernel in ((5, 4), (37, 4), (128, 4), (33, 2), (16, 5)):
         build = partial(_conv, channels=channels, kernel=kernel)
         yield from _cuts(
@@ -259,10 +265,10 @@ def state_cases() -> Iterator[Case]:
         build = partial(_delta, nk=2, nv=4, d=32, bias=0, repeat=False)
         yield Case("delta_net", f"T{n}", build, 1e-9, (n, 1), ((n,), (1,)), StateShape(0, 1, 16, 1, 4, 32, 1, 4))
     # Long and short sequences in one step, that go on and that begin; a step that ends within what is taken at once.
-    several = (134, 5, 66, 64), ((70, 64), (1,), (1, 65), (64,))
+    mixed = (134, 5, 66, 64), ((70, 64), (1,), (1, 65), (64,))
     for nv, d, repeat in ((4, 32, False), (3, 20, True), (2, 128, True)):
         build = partial(_delta, nk=nv // 2, nv=nv, d=d, bias=-6, repeat=repeat, jumps=True)
-        yield Case("delta_net", f"jumps-{nv}x{d}", build, 1e-9, *several, StateShape(0, 1, 16, 1, nv, d, 1, 4))
+        yield Case("delta_net", f"jumps-{nv}x{d}", build, 1e-9, *mixed, StateShape(0, 1, 16, 1, nv, d, 1, 4))
 
 
 # ------------------------------------------------------------------------------------------ what backends may fuse

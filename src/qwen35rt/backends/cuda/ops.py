@@ -24,6 +24,8 @@ from .tiles import LARGE_FROM, TILES, TILES_FROM, has_tiles, tile_bytes
 # Sizes that kernels are written for; see the constants of the same names in cuda/.
 WARPS, ROWS_OF_WARP, MAX_PARTS = 4, 2, 4
 QUERIES, CHUNK, MAX_HEAD_DIM = 16, 32, 256
+TILE_QUERIES, TILE_KEYS, TILE_DIMS = 32, 64, (64, 128, 256)
+ATTENTION_TILES_FROM = 16  # rows of a sequence from which attention is on tensor cores
 CONV_TILE, MAX_TAPS = 32, 8
 DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
 DELTA_CHUNK, DELTA_VALUES, DELTA_SQUARE, DELTA_ROOM = 32, 16, 36, 64
@@ -227,17 +229,31 @@ def attention(lo: Lowering, node: Node) -> Iterator[Go]:
     parts = lo.room(("parts", heads, dim), part_rows(lo.limits) * heads * (dim + 2), np.float32)
     pool = _pool(lo, op)
     shared = 4 * (QUERIES * dim + CHUNK * (dim + 1) + QUERIES * CHUNK)
-    args = *lo.view(q), lo.pools.keys, lo.pools.values, out, parts, lo.step, *pool, np.int32(heads)
+    on_tiles = lo.tensor_cores and lo.limits.kv_dtype == "f16" and dim in TILE_DIMS
+    below = ATTENTION_TILES_FROM if on_tiles else ALL_LENGTHS
+    args = *lo.view(q), lo.pools.keys, lo.pools.values, out, parts, lo.step, *pool, *i32(heads, below)
     attend = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention")
     merge = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention_merge")
 
     def go(step: Step) -> None:
-        tiles = sum(up(n * group, QUERIES) for n in step.counts)
-        attend((tiles, kv_heads, max(step.pieces, 1)), 128, shared, (*args, np.int32(step.pieces > 0)))
+        tiles = sum(up(n * group, QUERIES) for n in step.counts if n < below)
+        if tiles:
+            attend((tiles, kv_heads, max(step.pieces, 1)), 128, shared, (*args, np.int32(step.pieces > 0)))
         if step.pieces:
             merge((up(heads, 4), step.rows, 1), 128, 0, (parts, out, lo.step, *i32(heads, dim, step.pieces)))
 
     yield go
+    if on_tiles:
+        tile_bytes = 2 * ((2 * TILE_QUERIES + TILE_KEYS) * (dim + 8) + 2 * TILE_QUERIES * (TILE_KEYS + 8))
+        in_tiles = lo.launcher.kernel("attention_tiles", "", f"attention_tiles_{dim}")
+        tile_args = *lo.view(q), lo.pools.keys, lo.pools.values, out, lo.step, *pool[:-1], *i32(heads, below)
+
+        def go_in_tiles(step: Step) -> None:
+            tiles = sum(up(n * group, TILE_QUERIES) for n in step.counts if n >= below)
+            if tiles:
+                in_tiles((tiles, kv_heads, 1), 128, tile_bytes, tile_args)
+
+        yield go_in_tiles
 
 
 def conv1d_silu(lo: Lowering, node: Node) -> Iterator[Go]:
