@@ -32,11 +32,12 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU"),
     pytest.mark.skipif(native() is None, reason="the compiled module qwen35rt._native is not built"),
 ]
+SECONDS = 200  # emulation may have little of a busy machine
 BODY = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
 
 class Device(HostLauncher):
-    """A device that fails: after ``good`` more launches once, or while it is ``dead`` in each. ``tests`` of it so far."""
+    """A device that fails: after ``good`` more launches once, or while it is ``dead``; ``tests`` counts its tests."""
 
     good: int | None = None
     dead = False
@@ -111,13 +112,13 @@ def make(gpu: Device, tiny_dense: Path) -> Iterator[Make]:
 
 async def opened(service: Service) -> Quart:
     service.start()
-    assert await asyncio.to_thread(service.loaded.wait, 120)
+    assert await asyncio.to_thread(service.loaded.wait, SECONDS)
     assert service.failure is None
     return create_app(service)
 
 
 async def post(app: Quart, **body: Any) -> Exchange:
-    return await Exchange(app, "POST", "/v1/completions", json.dumps(BODY | body).encode()).end(120)
+    return await Exchange(app, "POST", "/v1/completions", json.dumps(BODY | body).encode()).end(SECONDS)
 
 
 async def page(app: Quart, path: str) -> Any:
@@ -139,7 +140,7 @@ async def test_c60_a_fault_of_the_device_fails_its_requests_and_starts_anew_ther
         assert failed.status in (200, 503)
         assert error["code"] == "engine_restarting"
         assert "illegal address" not in error["message"], "that is for the log and for /health"
-    await eventually(lambda: service.state == "ready", 60)
+    await eventually(lambda: service.state == "ready", SECONDS)
     again = (await post(app)).json
     assert again["on_gpu"]
     assert again["choices"] == before["choices"]
@@ -159,11 +160,11 @@ async def test_c60_a_fault_of_the_device_fails_its_requests_and_starts_anew_ther
 def test_c60_a_device_that_stays_away_ends_the_server_with_the_reason(gpu: Device, make: Make) -> None:
     service = make()
     with Live(service) as server, server.client() as client:
-        server.ready(120)
+        server.ready(SECONDS)
         gpu.dead = True
-        answer = client.post("/v1/completions", json=BODY, timeout=60)
+        answer = client.post("/v1/completions", json=BODY, timeout=SECONDS)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
-        assert server.join(60) == 1
+        assert server.join(SECONDS) == 1
     assert gpu.tests == 4  # at the start, and in three tries
     assert "failed too often; the server ends: device cuda does not work here: it is gone" in server.lines[-1]
 
@@ -182,7 +183,7 @@ async def test_c42_some_layers_on_the_device(gpu: Device, make: Make) -> None:
     assert (health["device"], health["device_name"], health["n_gpu_layers"]) == ("cuda+cpu", "Tester (sm_00)", 2)
     gpu.good = 5
     assert (await post(app)).error["code"] == "engine_restarting"
-    await eventually(lambda: service.state == "ready", 60)
+    await eventually(lambda: service.state == "ready", SECONDS)
     assert (await post(app)).json["choices"] == before["choices"]
     assert gpu.tests == 2
 
@@ -191,7 +192,7 @@ def test_b90_a_device_that_fails_in_its_first_step_ends_the_start(gpu: Device, m
     gpu.good = 0
     service = make()
     service.start()
-    assert service.loaded.wait(120)
+    assert service.loaded.wait(SECONDS)
     assert isinstance(service.failure, BackendError)
     assert "first step of the model failed" in str(service.failure)
 
@@ -200,5 +201,5 @@ def test_layers_and_device_that_disagree_end_the_start(make: Make) -> None:
     for options in ({"device": "cpu", "n_gpu_layers": 2}, {"n_gpu_layers": 0}):
         service = make(**options)
         service.start()
-        assert service.loaded.wait(60)
+        assert service.loaded.wait(SECONDS)
         assert isinstance(service.failure, ConfigError)
