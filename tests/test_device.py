@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import pytest
 from qwen35rt import device, parts, self_test
 from qwen35rt.backends import cuda
 from qwen35rt.backends.cuda.backend import CudaBackend
+from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.errors import BackendUnavailable, ConfigError
-from qwen35rt.model.source import open_source
+from qwen35rt.machine import PACKAGES
+from qwen35rt.model.source import Source, open_source
 from tests.cuda_host.host import HostLauncher
 from tests.implementations import native
 
+ROOT = Path(__file__).resolve().parents[1]
 needs_native = pytest.mark.skipif(native() is None, reason="the compiled module qwen35rt._native is not built")
 
 
@@ -162,3 +166,21 @@ def test_room_of_two_devices_is_that_of_the_one_that_is_full_first(
 def test_unknown_device() -> None:
     with pytest.raises(ConfigError, match=r"'gpu'.*auto, cpu, cuda"):
         device.choose_device("gpu")
+
+
+def test_the_self_test_opens_the_model_once_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Source] = []
+
+    def counted() -> Source:
+        opened.append(open_source())
+        return opened[-1]
+
+    monkeypatch.setattr(self_test, "open_source", counted)
+    self_test.self_test(ReferenceBackend())
+    (source,) = opened
+    assert not source.file.tensors
+
+
+def test_doctor_tells_the_version_of_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(PACKAGES) == sorted(re.split(r"[<>=~!]", d, maxsplit=1)[0] for d in project["dependencies"])

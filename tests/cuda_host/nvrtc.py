@@ -12,6 +12,8 @@ from typing import Any
 
 from qwen35rt.backends.cuda import source
 
+ADDED = ("-ftz=true", "--device-as-default-execution-space")  # by CuPy, to the options of every module
+
 
 @cache
 def library() -> ctypes.CDLL | None:
@@ -59,7 +61,7 @@ def compile_file(file: str, variant: str, arch: int) -> tuple[str, list[Usage]]:
     nvrtc = library()
     assert nvrtc is not None
     text = source.source(file).encode()
-    options = [*source.options(file, variant), f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v"]
+    options = [*source.options(file, variant), *ADDED, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v"]
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, f"{file}.cu".encode(), 0, None, None)
     assert status == 0, status

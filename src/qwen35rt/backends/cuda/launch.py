@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cupy
@@ -17,6 +17,8 @@ from .interface import Grid, Kernel
 from .source import options, source
 
 PLAIN_SHARED_BYTES = 48 << 10  # a kernel that needs more has to ask for it
+NO_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY: what CuPy's own pool did not ask for
+DEVICE_ERRORS = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
 
 
 class CupyLauncher:
@@ -30,10 +32,12 @@ class CupyLauncher:
         self.tensor_cores = self.capability >= (8, 0)
         self.memory_bytes = int(properties["totalGlobalMem"])
         self.description = f"{properties['name'].decode()} (sm_{self.capability[0]}{self.capability[1]})"
+        # Such a device reads the host's pages itself, later than a copy returns; others have them staged before.
+        self._reads_host = bool(self._device.attributes.get("PageableMemoryAccessUsesHostPageTables", 0))
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._modules: dict[tuple[str, str], Any] = {}
-        self._lock = threading.Lock()
+        self._locks: dict[tuple[str, str], threading.Lock] = {}
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -42,9 +46,9 @@ class CupyLauncher:
             with self._device, self._stream:
                 yield
         except cupy.cuda.memory.OutOfMemoryError as e:
-            raise OutOfMemory(f"the GPU has no memory left ({e}); lower the context or the slots") from e
-        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as e:
-            raise BackendError(f"the GPU failed: {e}") from e
+            raise _no_memory(e) from e
+        except DEVICE_ERRORS as e:
+            raise (_no_memory(e) if e.status == NO_MEMORY else BackendError(f"the GPU failed: {e}")) from e
 
     def free_bytes(self) -> int:
         """Memory that can be had: what is free, and what CuPy keeps of memory that was used before."""
@@ -62,6 +66,8 @@ class CupyLauncher:
         """Copy to a contiguous array of the device. The host's array may change as soon as this returns."""
         _check(to)
         to.set(host)
+        if self._reads_host:
+            self._stream.synchronize()
 
     def host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array in pinned memory, which the device writes without a detour."""
@@ -84,25 +90,27 @@ class CupyLauncher:
         return _Kernel(self, file, variant, name)
 
     def capture(self, go: Callable[[], None]) -> Callable[[], None]:
-        """Record launches as a graph, to be replayed on the stream. Nothing may be compiled or allocated meanwhile."""
+        """Record launches as a graph, to be replayed on the stream. Nothing may be compiled or allocated meanwhile.
+
+        What ``go`` raises comes through, and the stream is as before.
+        """
         self._stream.begin_capture()
         try:
             go()
-        finally:
-            graph = self._stream.end_capture()
+        except BaseException:
+            with suppress(*DEVICE_ERRORS):  # that the capture is incomplete is not what went wrong
+                self._stream.end_capture()
+            raise
+        graph = self._stream.end_capture()
+        graph.upload(self._stream)
         return lambda: graph.launch(self._stream)
 
     def function(self, file: str, variant: str, name: str) -> Any:
-        """The compiled kernel. Raises KernelCompileError."""
-        with self._lock:
+        """The compiled kernel. Raises KernelCompileError. Threads may compile different modules at once."""
+        with self._locks.setdefault((file, variant), threading.Lock()):
             module = self._modules.get((file, variant))
             if module is None:
-                try:
-                    module = cupy.RawModule(code=source(file), options=options(file, variant), backend="nvrtc")
-                    module.compile()
-                except cupy.cuda.compiler.CompileException as e:
-                    raise KernelCompileError(f"{file}.cu ({variant or 'plain'}) could not be compiled: {e}") from e
-                self._modules[file, variant] = module
+                module = self._modules[file, variant] = _compiled(file, variant)
             return module.get_function(name)
 
 
@@ -121,8 +129,30 @@ class _Kernel:
                 if isinstance(arg, cupy.ndarray):
                     _check(arg)
         if shared_bytes > self._shared_bytes:
-            self._function.max_dynamic_shared_size_bytes = self._shared_bytes = shared_bytes
+            # The limit belongs to the loaded function, which other launchers and models share: it is never lowered.
+            if shared_bytes > self._function.max_dynamic_shared_size_bytes:
+                self._function.max_dynamic_shared_size_bytes = shared_bytes
+            self._shared_bytes = shared_bytes
         self._function(grid, (block, 1, 1), args, shared_mem=shared_bytes)
+
+
+def _compiled(file: str, variant: str) -> Any:
+    """A loaded module. CuPy keeps compiled ones on disk."""
+    what = f"{file}.cu ({variant or 'plain'})"
+    try:
+        module = cupy.RawModule(code=source(file), options=options(file, variant), backend="nvrtc")
+        module.compile()
+    except cupy.cuda.compiler.CompileException as e:
+        raise KernelCompileError(f"{what} could not be compiled: {e}") from e
+    except DEVICE_ERRORS:
+        raise  # it was compiled, but could not be loaded
+    except (RuntimeError, OSError) as e:  # no CUDA headers, the compiler's library, the folder of compiled modules
+        raise KernelCompileError(f"{what} could not be compiled: {type(e).__name__}: {e}") from e
+    return module
+
+
+def _no_memory(e: Exception) -> OutOfMemory:
+    return OutOfMemory(f"the GPU has no memory left ({e}); lower the context or the slots")
 
 
 def _check(array: Any) -> None:

@@ -5,7 +5,7 @@ Receives the launcher; imports no device library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ class Lowering:
         self._buffers = {key: made[number] for key, number in chosen.items()}
         self._quantised: set[int] = set()
         self._quantizers = quantizers(self.nodes)
-        self._parts: Any = None
+        self._rooms: dict[Hashable, Any] = {}
 
     def array(self, value: Value) -> Any:
         """A value [rows, width]."""
@@ -161,12 +161,19 @@ class Lowering:
         self.launcher.upload(array, host)
         return array
 
-    def parts(self, heads: int, dim: int) -> Any:
-        """Room for the pieces' sums, shared by all layers."""
-        if self._parts is None:
-            self._parts = self.launcher.empty((part_rows(self.limits) * heads * (dim + 2),), np.float32)
-            self.nbytes += self._parts.nbytes
-        return self._parts
+    def room(self, key: Hashable, size: int, dtype: npt.DTypeLike) -> Any:
+        """Memory of ``size`` numbers for what one launch leaves to a later one; all layers share that of a key."""
+        array = self._rooms.get(key)
+        if array is None:
+            array = self._rooms[key] = self.launcher.empty((size,), dtype)
+            self.nbytes += array.nbytes
+        if array.size != size:
+            raise ValueError(f"{key}: {size} numbers are wanted of a room of {array.size}")
+        return array
+
+    def has_room(self, key: Hashable) -> bool:
+        """Whether a room was asked for before."""
+        return key in self._rooms
 
     def launch(
         self, file: str, name: str, grid: Callable[[Step], Grid], block: int, shared: int, *args: Any, variant: str = ""
