@@ -117,7 +117,7 @@ def section(title: str) -> str:
 def test_metrics_of_the_document_are_those_of_the_server() -> None:
     metrics = Metrics(lambda: None)
     metrics.loaded(ModelFacts(id="tiny", n_ctx=256, n_vocab=320, device="cpu", hash="0"))
-    known = {"gauge": {*GAUGES, "info"}, "histogram": {*metrics._histograms, "iteration_tokens_total"}}
+    known = {"gauge": {*GAUGES, "info", "device_info"}, "histogram": {*metrics._histograms, "iteration_tokens_total"}}
     known["counter"] = {*COUNTERS, *(f"{name}_total" for name in metrics._counters)}
     tables = dict(re.findall(r"^\| (gauge|counter|histogram) \|.*?\n(.*?)\n\n", section("Metrics"), re.DOTALL | re.M))
     rows = {kind: re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for kind, text in tables.items()}

@@ -30,7 +30,7 @@ load = partial(qwen35rt.load, device="cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _settings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("QWEN35RT_ISA", "QWEN35RT_THREADS"):
+        for name in ("QWEN35RT_ISA", "QWEN35RT_THREADS", "QWEN35RT_N_GPU_LAYERS"):
             patch.delenv(name, raising=False)
         yield
 
@@ -288,6 +288,33 @@ def test_b90_cuda_that_does_not_work_is_an_error_within_5_s(tiny_dense: Path) ->
     assert 1 <= done.returncode <= 63
     assert done.stdout == ""
     assert "device cuda does not work here: " in done.stderr
+
+
+def test_b90_layers_for_a_gpu_that_is_not_there_are_an_error(
+    tiny_dense: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As --device cuda, for every command; by the variable too. With none for a GPU the CPU runs and says so."""
+    if driver_problem() is None:
+        pytest.skip("this machine has an NVIDIA device")
+    model = ["-m", str(tiny_dense)]
+    for args in (
+        ["run", *model, "hi", "-ngl", "2"],
+        ["chat", *model, "--n-gpu-layers", "2"],
+        ["bench", *model, "-p", "4", "-n", "0", "-r", "1", "--gpu-layers", "1"],
+    ):
+        assert main(args) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "device cuda does not work here: " in err
+    monkeypatch.setenv("QWEN35RT_N_GPU_LAYERS", "1")
+    with pytest.raises(errors.BackendUnavailable, match="device cuda does not work here"):
+        qwen35rt.load(tiny_dense)
+    assert main(["run", *model, "-ngl", "0", "hi", "-n", "1"]) == 0
+    assert "device cpu (" in (err := capsys.readouterr().err)
+    assert "no layers are for a GPU" in err
+    for wrong in ("-2", "x", "1.5"):
+        assert main(["run", *model, "hi", f"-ngl={wrong}"]) == 2
+        assert "-ngl" in capsys.readouterr().err
 
 
 def test_b90_auto_works_and_says_cpu(tiny_dense: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,21 +40,22 @@ def load(
     n_batch: int | None = None,
     kv_dtype: KvType = "f16",
     progress: ProgressFn | None = None,
+    n_gpu_layers: int | str | None = None,
 ) -> Model:
     """Open a model.
 
     ``path``: a GGUF file, any part of a split one, or a folder that holds one model; None: the embedded
     model of the package. ``device``: "auto" (CUDA if it works, else CPU), "cpu", "cuda" or "reference" (NumPy).
+    ``n_gpu_layers``: the first so many layers on the GPU, the rest on the CPU; -1 or "all", default: all; 0: none.
     ``threads``, ``isa``: CPU threads and instruction level, by default what the machine allows and its best.
     ``n_ctx``: context in tokens, at most the model's own; 0: the model's own; default 4,096. ``n_batch``: tokens of one
     prefill step, default 512. ``kv_dtype``: "f16", or "f32" for keys and values without rounding at twice the memory.
-    ``progress``: called with a stage, done and total while the file is read into memory;
-    without it the file is read as it is used.
+    ``progress``: called with a stage, done and total while the file is read into memory, else it is read as it is used.
     Raises ModelFileError or UnsupportedModel for the file, BackendUnavailable for the device, ConfigError for the rest.
     """
     rows = ENGINE.n_batch if n_batch is None else n_batch
     check_count("n_batch", rows, 1)
-    return Model(open_parts(path, device, threads, isa, n_ctx, progress), rows, kv_dtype)
+    return Model(open_parts(path, device, threads, isa, n_ctx, progress, n_gpu_layers), rows, kv_dtype)
 
 
 _Loan = tuple[ExitStack, int, Int]  # a slot and pages of the core that no turn has, and what gives them back
@@ -72,9 +73,8 @@ class Model:
         self.parts = parts
         self.path: Path = source.path
         self.metadata: Mapping[str, Any] = source.file.metadata
-        self.n_ctx, self.n_vocab = parts.n_ctx, tokenizer.n_vocab
+        self.n_ctx, self.n_vocab, self.description = parts.n_ctx, tokenizer.n_vocab, source.description
         self.device, self.device_description = choice.backend.name, choice.description
-        self.description = source.description
         self._source, self._tokenizer, self._template = source, tokenizer, parts.template
         state = source.program.state
         page_bytes = state.page_bytes(ENGINE.page_tokens, 2 if kv_dtype == "f16" else 4)

@@ -184,6 +184,7 @@ class Environment:
 
     isa: str | None  # QWEN35RT_ISA: scalar, avx2, avx512, avx512bf16, neon
     threads: str | None  # QWEN35RT_THREADS: threads of the CPU backend
+    n_gpu_layers: str | None  # QWEN35RT_N_GPU_LAYERS: layers for the GPU, "all" or -1: all of them
     oracle: str | None  # QWEN35RT_ORACLE: folder of the oracle files (tests only)
     wheel: str | None  # QWEN35RT_WHEEL: a wheel to test in place of a fresh one (tests only)
 
@@ -216,7 +217,13 @@ def environment(source: Mapping[str, str] = os.environ) -> Environment:
     def get(name: str) -> str | None:
         return source.get(f"QWEN35RT_{name}") or None
 
-    return Environment(isa=get("ISA"), threads=get("THREADS"), oracle=get("ORACLE"), wheel=get("WHEEL"))
+    return Environment(
+        isa=get("ISA"),
+        threads=get("THREADS"),
+        n_gpu_layers=get("N_GPU_LAYERS"),
+        oracle=get("ORACLE"),
+        wheel=get("WHEEL"),
+    )
 
 
 def server_environment(names: Iterable[str], source: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .backends.cuda.backend import CudaBackend
 from .config import ENGINE
 from .device import Choice, choose_device
 from .errors import ConfigError, ModelFileError
+from .machine import memory_bytes
 from .model.embedded import embedded_model
 from .model.gguf_file import GgufFile, open_gguf
+from .model.program import Program
 from .model.source import Source, open_source
 from .tokenizer import ChatTemplate, Tokenizer, build_tokenizer, read_chat_template
 
@@ -38,14 +41,16 @@ def open_parts(
     isa: str | None = None,
     n_ctx: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    n_gpu_layers: int | str | None = None,
 ) -> Parts:
     """Open a model; arguments and errors are those of ``load``."""
-    choice = choose_device(device, threads, isa)
-    log.info("%s", choice.description)
+    choice = choose_device(device, threads, isa, n_gpu_layers)
     check_count("n_ctx", n_ctx, 0)
     if path is None:
         log.info("no model was named: the embedded one is used")
     source = open_source(path, progress)
+    choice = choice.for_layers(source.n_layers)
+    log.info("%s", choice.description)
     tokenizer = _tokenizer(source.file)
     if tokenizer.n_vocab != source.program.n_vocab:
         raise ModelFileError(
@@ -54,6 +59,20 @@ def open_parts(
     with _naming(source.file):
         template = read_chat_template(source.file.metadata, tokenizer.vocab)
     return Parts(source, tokenizer, template, choice, _context(n_ctx, source))
+
+
+def room_bytes(choice: Choice, program: Program) -> int:
+    """Free bytes for the states and pages of sequences, beside the program's weights: on the GPU if that runs it, else
+    of the host. Where it is split: so many on both together that neither gets more than it has."""
+    whole, rooms = program.state, []
+    for backend, part in choice.parts(program):
+        free = backend.free_bytes() if isinstance(backend, CudaBackend) else memory_bytes()[1]
+        weights = {id(w): w.nbytes for op in part.ops for w in op.weights}
+        left = max(0, free - sum(weights.values()))
+        sizes = (part.state.state_bytes(), whole.state_bytes()), (part.state.page_bytes(1, 2), whole.page_bytes(1, 2))
+        share = max(own / of if of else 0.0 for own, of in sizes)  # of a slot or a page that lies here
+        rooms.append(int(left / share) if share else left)
+    return min(rooms)
 
 
 def check_count(name: str, value: object, low: int) -> None:

@@ -64,6 +64,9 @@ def test_a_kernel_runs_on_the_stream_of_the_launcher(machine: Machine, launcher:
 def test_a_device_is_described(machine: Machine, module: Any, launcher: Any) -> None:
     assert (launcher.description, launcher.capability, launcher.memory_bytes) == ("Emulated (sm_90)", (9, 0), 1 << 30)
     assert launcher.tensor_cores
+    with launcher.activate():
+        array, machine.kept = launcher.empty((1024,), np.float32), 512
+    assert CudaBackend(launcher).free_bytes() == (1 << 30) - array.nbytes
     machine.capability = 7, 5
     assert not module.CupyLauncher().tensor_cores
     assert (module.device_count(), module.nvrtc_version()) == (1, (13, 0))

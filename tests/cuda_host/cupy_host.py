@@ -72,6 +72,7 @@ class Machine:
     capability: tuple[int, int] = (9, 0)
     reads_host: int = 0
     used: int = 0  # bytes of living arrays
+    kept: int = 0  # bytes that the pool holds of arrays that are gone
     limit: int = 0  # bytes, 0: none
     launches: int = 0
     replays: int = 0
@@ -306,7 +307,13 @@ def make_cupy(machine: Machine) -> Any:
     def total() -> int:
         return machine.used
 
-    pool = SimpleNamespace(used_bytes=total, total_bytes=total, set_limit=set_limit, free_all_blocks=lambda: None)
+    pool = SimpleNamespace(
+        used_bytes=total,
+        total_bytes=total,
+        free_bytes=lambda: machine.kept,
+        set_limit=set_limit,
+        free_all_blocks=lambda: None,
+    )
     made = ModuleType("cupy")
     vars(made).update(
         ndarray=ndarray,
@@ -320,7 +327,10 @@ def make_cupy(machine: Machine) -> Any:
             alloc_pinned_memory=pinned,
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
-                CUDARuntimeError=CUDARuntimeError, getDeviceProperties=properties, getDeviceCount=lambda: 1
+                CUDARuntimeError=CUDARuntimeError,
+                getDeviceProperties=properties,
+                getDeviceCount=lambda: 1,
+                memGetInfo=lambda: ((1 << 30) - machine.used - machine.kept, 1 << 30),
             ),
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             nvrtc=SimpleNamespace(NVRTCError=NVRTCError, getVersion=lambda: (13, 0)),

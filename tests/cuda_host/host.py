@@ -168,8 +168,10 @@ class HostLauncher:
         """Keeps launches with their arguments, to repeat them."""
         recorded: list[Callable[[], None]] = []
         self._recording = recorded
-        go()
-        self._recording = None
+        try:
+            go()
+        finally:
+            self._recording = None
 
         def replay() -> None:
             for again in recorded:
@@ -179,6 +181,10 @@ class HostLauncher:
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""
+
+    def free_bytes(self) -> int:
+        """Of a small device."""
+        return 1 << 30
 
     @contextmanager
     def activate(self) -> Iterator[None]:

@@ -130,9 +130,10 @@ def test_a_server_from_start_to_sigterm(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(driver_problem() is None, reason="there is a GPU here")
-def test_b90_a_device_that_is_missing_ends_the_process(model: Path) -> None:
+@pytest.mark.parametrize("flags", [("--device", "cuda"), ("-ngl", "2")], ids=["device", "layers"])
+def test_b90_a_device_that_is_missing_ends_the_process(model: Path, flags: tuple[str, ...]) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    with Child(model, "--device", "cuda", "--port", "0") as child:
+    with Child(model, *flags, "--port", "0") as child:
         assert child.wait() == 1
     # Time of the process rather than of the clock: the machine may be busy with other things.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 5

@@ -51,6 +51,8 @@ def test_texts_of_the_environment_become_values() -> None:
         ("temperature", 3.0),
         ("top_p", -1.0),
         ("device", "tpu"),
+        ("n_gpu_layers", -2),
+        ("n_gpu_layers", "many"),
         ("metrics_compat", ["x"]),
         ("no_such", 1),
         ("ssl_key_file", "x"),

@@ -23,6 +23,8 @@ FACTS = {
     "n_params": 1000,
     "size": 4000,
     "reason": "asked for",
+    "device_name": "Tester 3000",
+    "n_layers": 4,
     "isa": "avx2",
     "threads": 2,
 }
@@ -199,6 +201,7 @@ async def test_props_show_settings_and_no_path(make: Make) -> None:
     props = (await server.get("/props")).json
     assert (props["model_path"], props["model_alias"], props["total_slots"]) == ("tiny.gguf", "tiny", 3)
     assert (props["device"], props["device_reason"], props["isa"], props["threads"]) == ("cpu", "asked for", "avx2", 2)
+    assert (props["device_name"], props["n_gpu_layers"], props["n_layers"]) == ("Tester 3000", 0, 4)
     assert props["default_generation_settings"]["params"]["temperature"] == 0.25
     assert props["n_ctx"] == props["default_generation_settings"]["n_ctx"] == 256
     assert set(props) >= {"chat_template", "modalities", "build_info"}
@@ -248,8 +251,10 @@ async def test_health_tells_more_to_those_with_a_key(make: Make) -> None:
     server = make(api_key=("sesame",), facts=FACTS)
     assert (await server.get("/health")).json == {"status": "ok"}
     known = (await server.get("/health", headers=[("x-api-key", "sesame")])).json
-    assert set(known) == {"status", "version", "uptime_s", "progress", "device", "reason", "model"}
+    device = {"device", "device_name", "n_gpu_layers", "reason"}
+    assert set(known) == {"status", "version", "uptime_s", "progress", "model"} | device
     assert (known["device"], known["reason"], known["progress"]) == ("cpu", "asked for", 1.0)
+    assert (known["device_name"], known["n_gpu_layers"]) == ("Tester 3000", 0)
     assert math.isfinite(known["uptime_s"])
 
 

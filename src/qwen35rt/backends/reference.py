@@ -85,9 +85,9 @@ class ReferenceExecutable:
         return made[self.program.logits.id], report
 
     def weight(self, tensor: QTensor) -> Array:
-        """The tensor's numbers [rows, cols] or [n_expert, rows, cols]; dequantised once."""
+        """The tensor's numbers [rows, cols] or [n_expert, rows, cols]; dequantised once, F32 read where it lies."""
         if id(tensor) not in self._weights:
-            self._weights[id(tensor)] = tensor.dequantize().astype(self.dtype)
+            self._weights[id(tensor)] = tensor.dequantize().astype(self.dtype, copy=False)
         return self._weights[id(tensor)]
 
     @property

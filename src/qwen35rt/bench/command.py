@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..cli.parser import Parser, whole
+from ..cli.parser import Parser, add_layers_argument, whole
 
 if TYPE_CHECKING:
     from ..backends.base import Executable
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", choices=FORMATS, default="md", help="form of the table")
     parser.add_argument("--no-warmup", action="store_true", help="do not run each test once before it is timed")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or reference (NumPy, slow)")
+    add_layers_argument(parser)
     parser.add_argument("--isa", metavar="LEVEL", help="CPU instruction level (default: the best)")
     parser.add_argument(
         "--profile", action="store_true", help="also show the time of each kind of op, on standard error"
@@ -126,7 +127,7 @@ def _model_rows(
         source = open_source(path, progress)
     threads: list[int | None] = list(_values(args.threads, 0)) if args.threads else [None]
     for n_threads in threads:
-        choice = choose_device(args.device, threads=n_threads, isa=args.isa)
+        choice = choose_device(args.device, n_threads, args.isa, args.n_gpu_layers).for_layers(source.n_layers)
         for batch in _values(args.batch_size, 512):
             cases = [
                 Case(prompt, generate, depth, batch)
@@ -188,6 +189,8 @@ def _row(source: Source, choice: Choice, probes: tuple[float, float], result: An
         "model_size": source.tensor_bytes,
         "model_n_params": source.params,
         "backend": choice.backend.name,
+        "device": choice.device_name,
+        "n_gpu_layers": choice.gpu_layers,
         "isa": choice.isa,
         "n_batch": case.batch,
         "n_threads": choice.threads,

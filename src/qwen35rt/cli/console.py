@@ -110,6 +110,7 @@ def open_model(args: argparse.Namespace, progress: Progress, kv_dtype: KvType = 
         n_batch=args.batch_size,
         kv_dtype=kv_dtype,
         progress=progress,
+        n_gpu_layers=args.n_gpu_layers,
     )
     progress.clear()
     note(

@@ -37,7 +37,9 @@ def examine() -> dict[str, dict[str, Any]]:
     count = usable_cpus()
     total, available = memory_bytes()
     env = environment()
-    set_names = {f"QWEN35RT_{n.upper()}": v for n in ("isa", "threads") if (v := getattr(env, n)) is not None}
+    set_names = {
+        f"QWEN35RT_{n.upper()}": v for n in ("isa", "threads", "n_gpu_layers") if (v := getattr(env, n)) is not None
+    }
     return {
         "qwen35rt": {"version": __version__, "python": platform.python_version(), "system": platform.platform()},
         "cpu": {
@@ -72,7 +74,9 @@ def _try_embedded() -> dict[str, Any]:
     try:
         with load() as model:
             done = model.generate("x", max_tokens=4, temperature=0.0)
-            return {"works": bool(done.ids), "device": model.device_description, "on_gpu": done.on_gpu}
+            layers = f"{model.parts.choice.gpu_layers} of {model.parts.source.n_layers} layers"
+            found = {"works": bool(done.ids), "device": model.device_description, "on a gpu": layers}
+            return found | {"on_gpu": done.on_gpu}
     except Exception as e:  # doctor reports faults, it does not have them
         return {"works": False, "error": f"{type(e).__name__}: {e}"}
 

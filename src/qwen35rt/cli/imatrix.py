@@ -44,9 +44,10 @@ def main(args: argparse.Namespace) -> int:
     # Before the work, not after it.
     refuse_output(output, [args.file, *([path] if path else [])])
     text = read_text(args.file)
-    choice = choose_device(args.device, args.threads, args.isa)
+    choice = choose_device(args.device, args.threads, args.isa, args.n_gpu_layers)
     with Progress() as progress:
         source = open_source(path, progress)
+        choice = choice.for_layers(source.n_layers)
         own = source.hparams.n_ctx_train
         n_ctx = {None: min(EVALUATION.n_ctx, own), 0: own}.get(args.ctx_size, args.ctx_size)
         if n_ctx > own:

@@ -59,6 +59,11 @@ def real(low: float, high: float) -> _Number:
     return _Number(float, low, high)
 
 
+def layers(text: str) -> int | str:
+    """An argparse type: a number of layers for the GPU."""
+    return "all" if text == "all" else int(whole(-1)(text))
+
+
 class _Number:
     def __init__(self, kind: type[int] | type[float], low: float, high: float) -> None:
         self.kind, self.low, self.high = kind, low, high
@@ -91,6 +96,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True, ct
     if not engine:
         return
     g.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or reference (NumPy, slow)")
+    add_layers_argument(g)
     g.add_argument(
         "-t", "--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: the cores that may be used)"
     )
@@ -104,6 +110,18 @@ def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True, ct
     )
     g.add_argument(
         "-b", "--batch-size", type=whole(1, 65536), metavar="N", help="tokens of one prefill step (default: 512)"
+    )
+
+
+def add_layers_argument(group: argparse._ActionsContainer) -> None:
+    """-ngl."""
+    group.add_argument(
+        "-ngl",
+        "--n-gpu-layers",
+        "--gpu-layers",
+        type=layers,
+        metavar="N",
+        help="first layers on the GPU, the rest on the CPU; 0: none, -1 or all: all (default: all, if a GPU works)",
     )
 
 

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .parser import real, whole
+from .parser import add_layers_argument, real, whole
 
 if TYPE_CHECKING:
     from ..server.service import Service
@@ -46,6 +46,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 def _engine(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("engine")
     g.add_argument("--device", choices=("auto", "cpu", "cuda", "reference"), help="where it runs (default: auto)")
+    add_layers_argument(g)
     g.add_argument("-t", "--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: usable cores)")
     g.add_argument("--isa", metavar="LEVEL", help="CPU instruction level (default: the best)")
     g.add_argument(

@@ -13,6 +13,7 @@ def build_program(hp: HParams, w: Weights) -> Program:
     b = Builder()
     x = b.embed(w.token_embd)
     n_attention = n_delta = 0
+    residuals = []
     for i, layer in enumerate(w.layers):
         b.scope(f"l{i}.")
         h = b.rms_norm(x, layer.mixer.attn_norm, hp.rms_eps, "attn_norm")
@@ -26,6 +27,7 @@ def build_program(hp: HParams, w: Weights) -> Program:
         h = b.rms_norm(x, layer.post_attention_norm, hp.rms_eps, "ffn_norm")
         y = moe_ffn(b, hp, h, layer.ffn) if isinstance(layer.ffn, MoeFfn) else dense_ffn(b, h, layer.ffn)
         x = b.add(x, y, "out")
+        residuals.append(x)
     b.scope("")
     hidden = x
     rows = b.gather_rows(x, "wanted")
@@ -40,4 +42,4 @@ def build_program(hp: HParams, w: Weights) -> Program:
         channels=(2 * hp.ssm_k_heads + hp.ssm_v_heads) * hp.ssm_state,
         conv_kernel=hp.conv_kernel,
     )
-    return Program(tuple(b.ops), tuple(b.values), hidden, logits, state, w.output.rows)
+    return Program(tuple(b.ops), tuple(b.values), hidden, logits, state, w.output.rows, tuple(residuals))

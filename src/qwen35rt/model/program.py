@@ -117,7 +117,7 @@ class StateShape:
 @dataclass(frozen=True)
 class Program:
     """The whole forward pass: ``ops`` in order, ``logits`` [wanted rows, n_vocab], ``hidden`` [T, n_embd] before the
-    output norm."""
+    output norm, ``residuals`` [T, n_embd] behind each layer, all that the ops after them read of those before."""
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
@@ -125,6 +125,7 @@ class Program:
     logits: Value
     state: StateShape
     n_vocab: int
+    residuals: tuple[Value, ...] = ()
 
 
 class Builder:

@@ -32,6 +32,11 @@ class Source:
         return self.file.path
 
     @property
+    def n_layers(self) -> int:
+        """Layers of the program."""
+        return len(self.program.residuals)
+
+    @property
     def params(self) -> int:
         """Elements of all tensors."""
         return sum(math.prod(t.shape) for t in self.file.tensors.values())

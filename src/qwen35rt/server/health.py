@@ -39,7 +39,10 @@ async def health(service: Service, record: Record) -> Response:
         answer["progress"] = round(service.progress, 3)
         if state in ("ready", "degraded"):
             facts = service.model.facts
-            answer |= {"device": facts.device, "reason": facts.reason, "model": facts.id}
+            answer |= {"device": facts.device, "device_name": facts.device_name, "n_gpu_layers": facts.n_gpu_layers}
+            answer |= {"reason": facts.reason, "model": facts.id}
+        if state == "degraded":
+            answer["fault"] = service.model.engine.snapshot().reason
     response = json_response(answer, 200 if state == "ready" else 503)
     response.headers.update(headers)
     return response

@@ -13,16 +13,19 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ..backends.base import Executable, Limits
 from ..config import ENGINE, SERVER
+from ..device import Choice
 from ..engine.engine import Engine, EngineSettings
 from ..engine.result import Completion, Delta
 from ..engine.sampler import SamplingParams
 from ..engine.sizes import pool_limits
 from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error
-from ..machine import memory_bytes
+from ..machine import cpu_name
 from ..model.embedded import is_embedded
+from ..model.program import Program
 from ..model.source import recipe
-from ..parts import Parts, open_parts
+from ..parts import Parts, open_parts, room_bytes
 from ..plan import make_plan
 from ..tokenizer import ChatTemplate, read_chat_template
 from .model import Loaded, ModelFacts
@@ -59,11 +62,17 @@ def open_model(
     """
     asked = 0 if settings.ctx_size is None else settings.ctx_size
     parts = open_parts(
-        settings.model if path is None else path, settings.device, settings.threads, settings.isa, asked, report
+        settings.model if path is None else path,
+        settings.device,
+        settings.threads,
+        settings.isa,
+        asked,
+        report,
+        settings.n_gpu_layers,
     )
     source, choice, tokenizer = parts.source, parts.choice, parts.tokenizer
     program, parallel = source.program, settings.parallel
-    free = max(0, memory_bytes()[1] - source.tensor_bytes)
+    free = room_bytes(choice, program)
     if settings.cache_ram is None:
         cache_bytes = free // SERVER.cache_share
     else:
@@ -80,7 +89,7 @@ def open_model(
     )
     template = _template(settings, parts)
     engine = Engine(
-        lambda: choice.backend.compile(program, limits),
+        _opener(choice, program, limits),
         tokenizer,
         EngineSettings(parallel=parallel, queue=settings.queue_places, cache_bytes=cache_bytes),
     )
@@ -103,6 +112,20 @@ def open_model(
     log.info("%s", choice.description)
     facts = _facts(settings, parts, n_ctx)
     return Loaded(facts, tokenizer, engine, template, close)
+
+
+def _opener(choice: Choice, program: Program, limits: Limits) -> Callable[[], Executable]:
+    """What the engine opens its executable with, on one device for good: after a fault it must pass its test again."""
+    opened = False
+
+    def open_executable() -> Executable:
+        nonlocal opened
+        if opened:
+            choice.retest()
+        opened = True
+        return choice.backend.compile(program, limits)
+
+    return open_executable
 
 
 def _context(settings: ServerSettings, parts: Parts, room: int) -> int:
@@ -166,6 +189,9 @@ def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
         n_ctx=n_ctx,
         n_vocab=parts.tokenizer.n_vocab,
         device=choice.backend.name,
+        device_name=choice.device_name or cpu_name(),
+        n_gpu_layers=choice.gpu_layers,
+        n_layers=source.n_layers,
         reason=choice.reason,
         isa=choice.isa or "",
         threads=choice.threads,

@@ -77,6 +77,7 @@ _HELP = {
     "state_checkpoints": "States that are kept for later prompts.",
     "state_checkpoint_bytes": "Bytes of kept states and of their pages.",
     "info": "What runs here, always 1.",
+    "device_info": "Where it runs, always 1.",
     "requests": "Requests that have ended, each once.",
     "request_success": "Answers that are complete, each choice of a request.",
     "admission_rejections": "Requests that were not taken, by error code.",
@@ -273,6 +274,11 @@ class Metrics:
         info = GaugeMetricFamily(PREFIX + "info", _HELP["info"], labels=(*_LABELS, "version", "device", "isa", "quant"))
         info.add_metric((*labels, __version__, facts.device, facts.isa, facts.quant), 1)
         yield info
+        where = ("backend", "device", "n_gpu_layers", "n_layers")
+        device = GaugeMetricFamily(PREFIX + "device_info", _HELP["device_info"], labels=(*_LABELS, *where))
+        counts = str(facts.n_gpu_layers), str(facts.n_layers)
+        device.add_metric((*labels, facts.device, facts.device_name, *counts), 1)
+        yield device
         yield from _families(PREFIX, labels, _values(GAUGES, found), _values(COUNTERS, found))
         if found.counters.steps:
             yield _rows_of_steps(labels, found.counters)

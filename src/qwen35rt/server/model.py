@@ -18,7 +18,8 @@ from .turns import Engine
 @dataclass(frozen=True)
 class ModelFacts:
     """What is known of a model once it is loaded. ``n_ctx``: tokens of one request (C19); ``hash``: of its file;
-    ``preset``: the row of recommended sampling values that suits it, where no flag names one."""
+    ``preset``: the row of recommended sampling values that suits it, where no flag names one. ``device``: the backend's
+    name, ``device_name`` as its maker calls it; ``n_gpu_layers`` of its ``n_layers`` are on a GPU."""
 
     id: str
     n_ctx: int
@@ -28,6 +29,9 @@ class ModelFacts:
     file_name: str = ""
     hash: str = ""
     reason: str = ""  # why that device
+    device_name: str = ""
+    n_gpu_layers: int = 0
+    n_layers: int = 0
     isa: str = ""
     quant: str = ""
     threads: int = 0

@@ -154,7 +154,7 @@ class Process:
         self._notify(f"ready on {self.url}, model {facts.id}, context {facts.n_ctx}, device {_device(service)}")
         while not await self._signalled(1, _WATCH_SECONDS):
             if service.model.engine.state == "failed":
-                self._notify("the engine failed too often; the server ends")
+                self._notify(f"the engine failed too often; the server ends: {service.model.engine.snapshot().reason}")
                 await self._until_idle(service, 2, SERVER.end_timeout)
                 return 1
         service.draining = True

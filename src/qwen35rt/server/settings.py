@@ -29,6 +29,7 @@ class ServerSettings:
     hf_file: str | None = None
     alias: tuple[str, ...] = ()  # the first is the model's id
     device: Literal["auto", "cpu", "cuda", "reference"] = "auto"
+    n_gpu_layers: int | Literal["all"] = -1  # layers on the GPU; -1: all
     threads: int | None = None
     isa: str | None = None
     ctx_size: int | None = None
@@ -185,6 +186,7 @@ def _convert(given: Mapping[str, Any], names: Iterable[str], source: str) -> dic
 def _check(settings: ServerSettings) -> None:
     """Raise ConfigError for values that cannot be used."""
     smallest = {
+        "n_gpu_layers": -1,
         "threads": 1,
         "ctx_size": 0,
         "parallel": 1,
@@ -202,7 +204,7 @@ def _check(settings: ServerSettings) -> None:
     smallest |= {"sse_ping": 0, "first_event": 0, "keep_alive": 0}
     for name, low in smallest.items():
         value = getattr(settings, name)
-        if value is not None and not value >= low:
+        if isinstance(value, int | float) and not value >= low:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; at least {low} is needed")
     if settings.sampling:
         from ..engine.sampler import SamplingParams  # imports numpy, which a server should not wait for

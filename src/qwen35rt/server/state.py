@@ -47,7 +47,10 @@ async def props(service: Service, record: Record) -> Response:
             "default_generation_settings": {"n_ctx": facts.n_ctx, "params": _defaults(service, model)},
             "build_info": f"qwen35rt {__version__}",
             "device": facts.device,
+            "device_name": facts.device_name,
             "device_reason": facts.reason,
+            "n_gpu_layers": facts.n_gpu_layers,
+            "n_layers": facts.n_layers,
             "isa": facts.isa,
             "threads": facts.threads,
         }

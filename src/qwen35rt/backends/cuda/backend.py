@@ -46,6 +46,11 @@ class CudaBackend:
         """The device's name."""
         return self.launcher.description
 
+    def free_bytes(self) -> int:
+        """Memory of the device that can be had now."""
+        with self.launcher.activate():
+            return self.launcher.free_bytes()
+
     def compile(self, program: Program, limits: Limits) -> CudaExecutable:
         """Upload weights, allocate pools and workspace. Raises OutOfMemory."""
         with self.launcher.activate():

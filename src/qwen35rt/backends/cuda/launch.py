@@ -50,6 +50,10 @@ class CupyLauncher:
         except DEVICE_ERRORS as e:
             raise (_no_memory(e) if e.status == NO_MEMORY else BackendError(f"the GPU failed: {e}")) from e
 
+    def free_bytes(self) -> int:
+        """Memory that can be had: what is free, and what CuPy keeps of memory that was used before."""
+        return int(cupy.cuda.runtime.memGetInfo()[0]) + int(cupy.get_default_memory_pool().free_bytes())
+
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """An array on the device."""
         return cupy.empty(shape, dtype)
