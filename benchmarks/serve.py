@@ -4,7 +4,8 @@
     python benchmarks/serve.py -m a.gguf -t 2 --kept 2048
 
 ``--clients N``: completion tokens per second of N clients together. ``--kept N``: what keeping states costs a prompt of
-N tokens that nobody has asked before, and what they save the next one.
+N tokens that nobody has asked before, and what they save the next one. Both take some two minutes on two cores with a
+0.8B model; a slower machine makes fewer repetitions, see ``--seconds``. What is measured is told as it comes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +106,39 @@ def together(server: Server, prompts: list[list[int]], n: int) -> float:
     return len(prompts) * n / (time.monotonic() - began)
 
 
+def repetitions(args: argparse.Namespace) -> Iterator[int]:
+    """-1 for the round that warms up, then the numbers of repetitions: at least one, no more than are asked for, and
+    no further one that would not fit into --seconds if it took as long as the longest so far."""
+    end, longest = time.monotonic() + args.seconds, 0.0
+    yield -1
+    for number in range(args.repetitions):
+        began = time.monotonic()
+        if number and began + longest > end:
+            tell(f"{number} of {args.repetitions} repetitions: more take longer than --seconds {args.seconds:g}")
+            return
+        yield number
+        longest = max(longest, time.monotonic() - began)
+
+
+def tell(text: str) -> None:
+    """A line that is no part of the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def clients(args: argparse.Namespace) -> None:
     """The table of --clients."""
     rng = random.Random(args.seed)
     servers = {name: Server(name, args.model, args.threads, args.n_prompt + args.n_gen + 64) for name in args.runtime}
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
     try:
-        for repeat in range(-1, args.repetitions):
+        for repeat in repetitions(args):
             for count in args.clients:
                 prompts = [draw(rng, args.n_prompt, args.vocab) for _ in range(count)]
                 for name, server in servers.items():
                     rate = together(server, prompts, args.n_gen if repeat >= 0 else 4)
                     if repeat >= 0:
                         rates[name, count].append(rate)
+                        tell(f"{count} clients, {name}: {rate:.1f} tokens per second")
     finally:
         for server in servers.values():
             server.close()
@@ -141,7 +163,7 @@ def kept(args: argparse.Namespace) -> None:
     cold: dict[str, list[float]] = defaultdict(list)
     again: dict[str, list[tuple[float, int]]] = defaultdict(list)
     try:
-        for repeat in range(-1, args.repetitions):
+        for repeat in repetitions(args):
             ids, more = draw(rng, args.kept if repeat >= 0 else 64, args.vocab), draw(rng, 32, args.vocab)
             for name, server in servers.items():
                 first = server.complete(ids, 1)["timings"]
@@ -149,6 +171,7 @@ def kept(args: argparse.Namespace) -> None:
                 if repeat >= 0:
                     cold[name].append(first["prompt_ms"])
                     again[name].append((second["prompt_ms"], second["prompt_n"]))
+                    tell(f"{name}: {first['prompt_ms']:.0f} ms, then {second['prompt_ms']:.0f} ms")
     finally:
         for server in servers.values():
             server.close()
@@ -181,7 +204,8 @@ def main() -> None:
     parser.add_argument("--kept", type=int, help="tokens of a prompt, with and without kept states")
     parser.add_argument("-p", "--n-prompt", type=int, default=16, help="tokens of a client's prompt (default: 16)")
     parser.add_argument("-n", "--n-gen", type=int, default=64, help="tokens of an answer (default: 64)")
-    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument("-r", "--repetitions", type=int, default=3, help="at most (default: 3)")
+    parser.add_argument("--seconds", type=float, default=120, help="begin no repetition beyond these (default: 120)")
     parser.add_argument("--runtime", action="append", choices=NAMES, help="only this one (default: both)")
     parser.add_argument("--vocab", type=int, default=200_000, help="prompts are random ids from 1,000 to here")
     parser.add_argument("--seed", type=int, default=1)

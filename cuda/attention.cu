@@ -1,8 +1,9 @@
-// attention: causal softmax attention over pages, without a score matrix. A query is a row and one
-// of its heads; a block works on up to 16 queries of one kv head, 32 keys at a time, with a running
-// maximum. Sums of PIECE keys are joined in order, in one block or (split) by attention_merge: a
-// row's result is the same both ways and in any step.
+// attention: causal softmax attention over pages, without a score matrix. A block works on up to 16
+// queries of one kv head, 32 keys at a time, with a running maximum. Sums of PIECE keys are joined
+// in order, in one block or (split) by attention_merge: a row's result is the same both ways and in
+// any step.
 #include "pages.cuh"
+#include "queries.cuh"
 
 #define QUERIES 16     // of a block
 #define OWN 4          // of a warp
@@ -39,27 +40,6 @@ INLINE void finish(const Running &all, float *out, int dim) {
     }
 }
 
-// Queries of a block: tile number `tile` of all sequences' rows; row: of the step, -1 beyond them.
-struct Tile {
-    int seq, first, count; // first query within the sequence
-};
-
-INLINE Tile tile_of(const int *step, int tile, int group) {
-    const int *offsets = section(step, AT_OFFSETS);
-    Tile t = {-1, 0, 0};
-    for (int s = 0; s < step[N_SEQS]; s++) {
-        int queries = (offsets[s + 1] - offsets[s]) * group;
-        int tiles = (queries + QUERIES - 1) / QUERIES;
-        if (tile < tiles) {
-            t.seq = s, t.first = tile * QUERIES;
-            t.count = queries - t.first < QUERIES ? queries - t.first : QUERIES;
-            break;
-        }
-        tile -= tiles;
-    }
-    return t;
-}
-
 // CHUNK rows of a pool from token `key` of the sequence on, as floats; rows from `end` on are 0.
 // to: [CHUNK][ld]
 INLINE void load_rows(const kept *from, const Pool &pool, const int *pages, int head, int key,
@@ -68,6 +48,15 @@ INLINE void load_rows(const kept *from, const Pool &pool, const int *pages, int 
         int at = key + i;
         const kept *row =
             from + (at < end ? place(pool, pages[at / pool.tokens], head, at % pool.tokens) : 0);
+#ifndef QRT_KV_F32
+        if (pool.dim % 2 == 0) { // two numbers a lane: a warp asks for 128 bytes
+            for (int d = threadIdx.x % 32 * 2; d < pool.dim; d += 64) {
+                const u32 both = at < end ? *(const u32 *)(row + d) : 0;
+                to[i * ld + d] = loaded(both & 0xffff), to[i * ld + d + 1] = loaded(both >> 16);
+            }
+            continue;
+        }
+#endif
         for (int d = threadIdx.x % 32; d < pool.dim; d += 32)
             to[i * ld + d] = at < end ? loaded(row[d]) : 0;
     }
@@ -77,16 +66,17 @@ INLINE void load_rows(const kept *from, const Pool &pool, const int *pages, int 
 // split 0: out is written, grid: tiles, kv_heads   split 1: a block takes one piece and writes its
 // sums to parts [(row * heads + head) * pieces + piece][dim + 2] (top, total behind them),
 // grid: tiles, kv_heads, pieces
+// below: sequences of so many rows and more are left out (attention_tiles.cu)
 // shared: (QUERIES * dim + CHUNK * (dim + 1) + QUERIES * CHUNK) floats
 extern "C" __global__ void __launch_bounds__(128)
     attention(const float *q, int ld, int offset, int stride, const kept *keys, const kept *values,
               float *out, float *parts, const int *step, int layer, int pages, int kv_heads,
-              int tokens, int dim, int heads, int split) {
+              int tokens, int dim, int heads, int below, int split) {
     QRT_DYN_SMEM(float, shared);
     float *queries = shared, *rows = queries + QUERIES * dim, *weights = rows + CHUNK * (dim + 1);
     const int group = heads / kv_heads, kv_head = blockIdx.y;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Tile tile = tile_of(step, blockIdx.x, group);
+    const Tile tile = tile_of(step, blockIdx.x, group, QUERIES, 0, below);
     if (tile.seq < 0) return;
     const Pool pool = {layer, pages, kv_heads, tokens, dim};
     const int *own_pages = section(step, AT_PAGES) + tile.seq * step[PAGE_WIDTH];

@@ -13,12 +13,13 @@ INLINE float lanes_sum(float v) {
 }
 
 // q, k: [T, key heads, d]   v: [T, heads, d] views   gates: [T, 2 * heads], log decays, then betas
-// out: [T, heads * d]   grid: d / ROWS, heads, seqs   COLUMNS: of a lane, at least d / LANES
+// out: [T, heads * d]   below: sequences of so many rows and more are left out (delta_chunks.cu)
+// grid: d / ROWS, heads, seqs   COLUMNS: of a lane, at least d / LANES
 template <int COLUMNS>
 INLINE void delta_net(const float *q, int q_ld, int q_offset, int q_stride, const float *k,
                       int k_ld, int k_offset, int k_stride, int key_heads, const float *v, int v_ld,
                       int v_offset, int v_stride, const float *gates, float *state, float *out,
-                      const int *step, int layers, int layer, int d) {
+                      const int *step, int below, int layers, int layer, int d) {
     const int s = blockIdx.z, head = blockIdx.y, heads = gridDim.y;
     if (s >= step[N_SEQS]) return;
     const int lane = threadIdx.x % LANES, row = blockIdx.x * ROWS + threadIdx.x / LANES;
@@ -27,6 +28,7 @@ INLINE void delta_net(const float *q, int q_ld, int q_offset, int q_stride, cons
     const i64 at = (((i64)layer * heads + head) * d + (inside ? row : 0)) * d + lane;
     const int *offsets = section(step, AT_OFFSETS);
     const int first = offsets[s], last = offsets[s + 1];
+    if (last - first >= below) return;
 
     float own[COLUMNS];
     const float *from = state + section(step, AT_SOURCES)[s] * of_slot + at;
@@ -79,10 +81,11 @@ INLINE void delta_net(const float *q, int q_ld, int q_offset, int q_stride, cons
     extern "C" __global__ void __launch_bounds__(256) delta_net_##COLUMNS(                         \
         const float *q, int q_ld, int q_offset, int q_stride, const float *k, int k_ld,            \
         int k_offset, int k_stride, int key_heads, const float *v, int v_ld, int v_offset,         \
-        int v_stride, const float *gates, float *state, float *out, const int *step, int layers,   \
-        int layer, int d) {                                                                        \
+        int v_stride, const float *gates, float *state, float *out, const int *step, int below,    \
+        int layers, int layer, int d) {                                                            \
         delta_net<COLUMNS>(q, q_ld, q_offset, q_stride, k, k_ld, k_offset, k_stride, key_heads, v, \
-                           v_ld, v_offset, v_stride, gates, state, out, step, layers, layer, d);   \
+                           v_ld, v_offset, v_stride, gates, state, out, step, below, layers,       \
+                           layer, d);                                                              \
     }
 DELTA_NET(4)
 DELTA_NET(8)

@@ -1,5 +1,6 @@
 // moe_linear: products with the experts that a row's route names.
 #include "dot.cuh"
+#include "experts.cuh"
 
 // A row of expert e with one row of x, scaled; scales: NULL, or one for all experts or for each.
 INLINE float expert_product(const u8 *w, const float *scale, int scales, const input *x, int e,
@@ -8,12 +9,6 @@ INLINE float expert_product(const u8 *w, const float *scale, int scales, const i
     const input *inputs[1] = {x};
     float sum = dot_rows(weights, inputs, cols);
     return scale ? sum * scale[scales > 1 ? e : 0] : sum;
-}
-
-// The expert in place i of a route; what is no number of an expert (a NaN) stays in range.
-INLINE int expert_of(const float *route, int i, int experts) {
-    int e = (int)route[i];
-    return e < 0 ? 0 : e < experts ? e : experts - 1;
 }
 
 // x: [T][cols]   route: [T][2 * used]   out: [T][used][rows]   grid: rows / WARPS, T, used

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qwen35rt import device
+from qwen35rt import device, self_test
+from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.errors import BackendUnavailable, ConfigError
+from qwen35rt.machine import PACKAGES
+from qwen35rt.model.source import Source, open_source
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Driver:
@@ -68,3 +76,21 @@ def test_b90_driver_state(monkeypatch: pytest.MonkeyPatch, init: int, count: int
 def test_unknown_device() -> None:
     with pytest.raises(ConfigError, match=r"'gpu'.*auto, cpu, cuda"):
         device.choose_device("gpu")
+
+
+def test_the_self_test_opens_the_model_once_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Source] = []
+
+    def counted() -> Source:
+        opened.append(open_source())
+        return opened[-1]
+
+    monkeypatch.setattr(self_test, "open_source", counted)
+    self_test.self_test(ReferenceBackend())
+    (source,) = opened
+    assert not source.file.tensors
+
+
+def test_doctor_tells_the_version_of_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(PACKAGES) == sorted(re.split(r"[<>=~!]", d, maxsplit=1)[0] for d in project["dependencies"])

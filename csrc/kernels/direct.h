@@ -1,7 +1,8 @@
 // Products of one or a few x rows with eight weight rows, straight from the blocks as they lie: no
 // panel is written. The eight rows are `stride` bytes apart, far from each other: eight streams of
 // memory that the processor fetches at the same time. Float additions come in the order of
-// panel_mul.h, so that the results are the same bits. For the common formats; QF is 8.
+// panel_mul.h, so that the results are the same bits. For the common formats, at AVX2; higher
+// levels use these too, since memory is what such products wait for.
 #ifndef QRT_DIRECT_H
 #define QRT_DIRECT_H
 #include "panel_mul.h"
@@ -114,9 +115,9 @@ INLINE void direct_scales_q8_0(const uint8_t *src, int64_t stride, int nb, float
     for (int b = 0; b < nb; b++) qf_store(s + b * QF, qf_halves(src + 34 * b, stride));
 }
 
-INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                      const xrow *x, qf acc) {
-    (void)m;
+// over: 0, or what the panels of the level that asks add to each weight.
+INLINE qf direct_int8(const uint8_t *src, int64_t stride, int nb, const float *s, const xrow *x,
+                      const int over, qf acc) {
     places r = places_of(src, stride);
     for (int b = 0; b < nb; b++, r.a += 34, r.b += 34) {
         fetch_lines(src + b * stride, 8 * 34);
@@ -133,9 +134,30 @@ INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int nb, const float *s
             }
             HOLD(v[p]);
         }
-        acc = add_block(acc, join_32(v), s + b * QF, x->d[b]);
+        __m256i sums = join_32(v);
+        if (over) {
+            const __m256i all = _mm256_set1_epi8(1);
+            __m256i of_x = pair_sums(_mm256_add_epi16(_mm256_maddubs_epi16(all, xs[0]),
+                                                      _mm256_maddubs_epi16(all, xs[1])));
+            of_x = _mm256_hadd_epi32(of_x, of_x);
+            of_x = _mm256_hadd_epi32(of_x, of_x);
+            sums = _mm256_add_epi32(sums, _mm256_mullo_epi32(of_x, _mm256_set1_epi32(over)));
+        }
+        acc = add_block(acc, sums, s + b * QF, x->d[b]);
+        if (over)
+            acc = take_minimum(acc, qf_mul(qf_set1((float)over), qf_load(s + b * QF)), x->s[b]);
     }
     return acc;
+}
+INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
+                      const xrow *x, qf acc) {
+    (void)m;
+    return direct_int8(src, stride, nb, s, x, 0, acc);
+}
+INLINE qf direct_q8_0_unsigned(const uint8_t *src, int64_t stride, int nb, const float *s,
+                               const float *m, const xrow *x, qf acc) {
+    (void)m;
+    return direct_int8(src, stride, nb, s, x, UNSIGNED_OFF, acc);
 }
 
 INLINE void direct_scales_q4_k(const uint8_t *src, int64_t stride, int nb, float *s, float *m) {

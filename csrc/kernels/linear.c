@@ -9,20 +9,17 @@
 #include "quantize.h"
 #include "scratch.h"
 
-// With at most so many x rows, reading the weights takes longest.
-#define FEW_X 3
-
 // Weight rows handed to a thread at a time: few enough that nobody waits long for the last, many
 // enough that with few x rows the streams of memory (see row_set) are long.
 static int64_t piece_rows(int64_t rows, int64_t n, int threads) {
-    const int64_t share = rows / (threads * (n <= FEW_X ? 4 : 8)) / 64 * 64;
+    const int64_t share = rows / (threads * (n <= QRT_FEW_X ? 4 : 8)) / 64 * 64;
     return share < 64 ? 64 : share > 512 ? 512 : share;
 }
 #define X_BYTES (320 * 1024) // of x kept in the second-level cache while all weights pass by
 
 // One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 +
 // rows) . x row x_rows[i].
-typedef struct {
+typedef struct qrt_product {
     const qrt_tensor *w;
     const uint8_t *data; // of the expert
     float scale;
@@ -34,6 +31,7 @@ typedef struct {
     float *out;
     int64_t ld;
     const float *residual;
+    int signed_off; // SIGNED_OFF of the level that asks
 } product;
 
 INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, int64_t n) {
@@ -67,7 +65,7 @@ typedef struct {
 } row_set;
 
 INLINE int64_t spread_sets(const product *p, int64_t rows, int size) {
-    return p->n <= FEW_X ? rows / size : 0;
+    return p->n <= QRT_FEW_X ? rows / size : 0;
 }
 INLINE row_set set_of(int64_t i, int64_t spread, int64_t rows, int size) {
     if (i < spread) return (row_set){i, spread, size};
@@ -173,17 +171,17 @@ typedef void (*scales_fn)(const uint8_t *src, int64_t stride, int nb, float *s, 
 typedef qf (*direct_fn)(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
                         const xrow *x, qf acc);
 
-// The piece is cut into QF parts of equal length, and one row of each is worked on at a time; the
-// rows that are left over go by way of panels. `group`, `bytes`: of the format, for 256 columns.
-INLINE void product_direct(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
-                           scales_fn scales, direct_fn dot, const int group, const int bytes) {
+// The rows are cut into QF parts of equal length, and one row of each is worked on at a time; those
+// that are left over are not done. `group`, `bytes`: of the format, for 256 columns.
+INLINE int64_t product_direct(const product *p, int64_t row0, int64_t rows, scales_fn scales,
+                              direct_fn dot, const int group, const int bytes) {
     const int64_t each = rows / QF, stride = each * p->w->row_bytes, blocks = p->w->cols / 32;
     const int per = 32 / group;
     const float *sums = per == 1 ? p->x->s32 : p->x->s16;
     _Alignas(64) float s[16 * QF], m[16 * QF];
     for (int64_t r = row0; r < row0 + each; r++) {
         const uint8_t *src = p->data + r * p->w->row_bytes;
-        qf acc[FEW_X];
+        qf acc[QRT_FEW_X];
         for (int i = 0; i < p->n; i++) acc[i] = qf_zero();
         for (int64_t b = 0; b < blocks; b += 8, src += bytes) {
             const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
@@ -201,30 +199,37 @@ INLINE void product_direct(const product *p, int64_t row0, int64_t rows, uint8_t
             store_rows(p, i, r, each, y, QF);
         }
     }
-    if (rows % QF) products[p->w->format](p, row0 + each * QF, rows % QF, scratch);
+    return each * QF;
 }
 #    define X(NAME, name)                                                                          \
-        static void direct_product_##name(const product *p, int64_t row0, int64_t rows,            \
-                                          uint8_t *scratch) {                                      \
-            product_direct(p, row0, rows, scratch, direct_scales_##name, direct_##name,            \
-                           name##_group, 256 / name##_elements * name##_bytes);                    \
+        static int64_t direct_product_##name(const product *p, int64_t row0, int64_t rows) {       \
+            return product_direct(p, row0, rows, direct_scales_##name, direct_##name,              \
+                                  name##_group, 256 / name##_elements * name##_bytes);             \
         }
 DIRECT_FORMATS(X)
 #    undef X
+// Int8 weights as the panels of AVX-512 have them.
+static int64_t direct_product_unsigned(const product *p, int64_t row0, int64_t rows) {
+    return product_direct(p, row0, rows, direct_scales_q8_0, direct_q8_0_unsigned, q8_0_group,
+                          256 / q8_0_elements * q8_0_bytes);
+}
+
+static int64_t direct(const product *p, int64_t row0, int64_t rows) {
+    if (p->w->format == QRT_Q8_0 && p->signed_off) return direct_product_unsigned(p, row0, rows);
+    switch (p->w->format) {
+#    define X(NAME, name)                                                                          \
+    case QRT_##NAME: return direct_product_##name(p, row0, rows);
+        DIRECT_FORMATS(X)
+#    undef X
+    }
+    return 0;
+}
 #endif
 
-static void multiply(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {
-#ifdef DIRECT_FORMATS
-    if (p->n <= FEW_X) {
-        switch (p->w->format) {
-#    define X(NAME, name)                                                                          \
-    case QRT_##NAME: direct_product_##name(p, row0, rows, scratch); return;
-            DIRECT_FORMATS(X)
-#    undef X
-        }
-    }
-#endif
-    products[p->w->format](p, row0, rows, scratch);
+static void multiply(const qrt_kernels *k, const product *p, int64_t row0, int64_t rows,
+                     uint8_t *scratch) {
+    const int64_t done = p->n <= QRT_FEW_X && k->direct ? k->direct(p, row0, rows) : 0;
+    if (done < rows) products[p->w->format](p, row0 + done, rows - done, scratch);
 }
 
 // ---------------------------------------------------------------- ops
@@ -264,8 +269,9 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
                                .n = n - x0 < step ? n - x0 : step,
                                .out = part->out.ptr,
                                .ld = part->out.ld,
-                               .residual = part->residual};
-            multiply(&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
+                               .residual = part->residual,
+                               .signed_off = SIGNED_OFF};
+            multiply(c->kernels, &p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
         }
         first += pieces;
     }
@@ -311,8 +317,10 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
                                    .out_rows = order + x0,
                                    .n = hi - x0 < step ? hi - x0 : step,
                                    .out = part->out.ptr,
-                                   .ld = w->rows};
-                multiply(&p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
+                                   .ld = w->rows,
+                                   .signed_off = SIGNED_OFF};
+                multiply(c->kernels, &p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each,
+                         own);
             }
             first += pieces;
             lo = hi;
@@ -393,6 +401,9 @@ static double int8_peak(void) {
 }
 
 void QRT_FILL(linear)(qrt_kernels *k) {
+#ifdef DIRECT_FORMATS
+    k->direct = direct;
+#endif
     k->int8_peak = int8_peak;
     k->op[QRT_LINEAR] = op_linear;
     k->op[QRT_MOE_LINEAR] = op_moe_linear;

@@ -16,9 +16,10 @@ typedef struct {
     const uint8_t *ahead; // NULL, or bytes that will be packed after this panel: only prefetched
 } panel;
 
+#define UNSIGNED_OFF 128 // makes int8 unsigned
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
 #    define NR 32
-#    define SIGNED_OFF 128 // added to int8 weights
+#    define SIGNED_OFF UNSIGNED_OFF // added to int8 weights
 #else
 #    define NR 16
 #    define SIGNED_OFF 0

@@ -11,7 +11,10 @@ from typing import Any
 from .backends.cuda import driver_problem
 from .device import cuda_problem
 
-PACKAGES = ("numpy", "gguf", "tokenizers", "sentencepiece", "minijinja", "huggingface-hub", "tqdm", "psutil")
+PACKAGES = (
+    *("numpy", "gguf", "tokenizers", "sentencepiece", "minijinja", "huggingface-hub", "tqdm", "psutil"),
+    *("quart", "hypercorn", "msgspec", "prometheus-client"),
+)
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -53,8 +53,8 @@ class Plan:
     ``budget``: tokens to generate at most (C20). ``keep_at``: positions in the prompt, rising, whose state is worth
     keeping since later prompts are likely to share the tokens before it. ``choice``: which answer to the prompt this
     is; the random number of a token depends on seed, choice and position only (C27). ``prompt_logprobs``: those of
-    the prompt's tokens are wanted too. ``warm``: the prompt is computed even if nothing is to be generated, so that its
-    state is kept (C22). ``banned``: ids that are never drawn.
+    the prompt's tokens are wanted too. ``timings``: so are those of each part of the answer. ``warm``: the prompt is
+    computed even if nothing is to be generated, so that its state is kept (C22). ``banned``: ids that are never drawn.
     """
 
     ids: tuple[int, ...]
@@ -67,6 +67,7 @@ class Plan:
     keep_at: tuple[int, ...] = ()
     choice: int = 0
     prompt_logprobs: bool = False
+    timings: bool = False
     warm: bool = False
     banned: frozenset[int] = frozenset()
     markup: Markup | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_sequences_of_one_step_do_not_touch_each_other(kind: str, request: pytes
         logits, report = exe.run(Batch(*(np.ascontiguousarray(f, np.int32) for f in fields)))
         want = np.concatenate([alone[s][done[s] : done[s] + take[s]] for s in live])
         np.testing.assert_array_equal(logits, want)
-        assert report.on_gpu
+        assert report.devices == {"cuda": len(program.ops)}
         for s in live:
             done[s] += take[s]
     exe.close()
@@ -121,6 +122,28 @@ def test_named_values_and_a_profile(kind: str, request: pytest.FixtureRequest) -
     logits, report = exe.run(batch)
     np.testing.assert_array_equal(logits, plain)
     assert set(report.op_seconds) == {node.op.kind for node in fuse(program, [program.logits, program.hidden])}
+    exe.close()
+
+
+@pytest.mark.parametrize("kind", ["tiny_dense", "tiny_moe"])
+def test_c42_reports_count_the_ops_that_were_launched(kind: str, request: pytest.FixtureRequest) -> None:
+    """Joined ones too, in a profile and by a graph; not those that have nothing to do, as nobody wants logits."""
+    program = _program(request.getfixturevalue(kind))
+    exe = CudaBackend(HostLauncher()).compile(program, LIMITS)
+    pages = np.arange(1, dtype=np.int32)
+    behind = sum(op.outs[0].gathered for op in program.ops if op.outs)
+    assert behind == 3
+    for at in range(4):  # the second step of a bucket captures its graph, the third replays it
+        assert exe.run(Batch.single([7], at, pages))[1].devices == {"cuda": len(program.ops)}
+    assert exe.run(Batch.single([7, 8], 4, pages, out_rows=()))[1].devices == {"cuda": len(program.ops) - behind}
+    assert exe.run_top(Batch.single([7, 8], 6, pages), 2)[2].devices == {"cuda": len(program.ops)}
+    exe.profile = True
+    assert exe.run(Batch.single([7, 8], 8, pages))[1].devices == {"cuda": len(program.ops)}
+    exe.profile = False
+    kind_of, ops, _ = exe._get_lowered(False).nodes[3]
+    launches = [(k, n, () if i == 3 else go) for i, (k, n, go) in enumerate(exe._get_lowered(False).nodes)]
+    exe._lowered[False] = replace(exe._get_lowered(False), nodes=tuple(launches))
+    assert exe.run(Batch.single([7, 8], 10, pages))[1].devices == {"cuda": len(program.ops) - ops}, kind_of
     exe.close()
 
 

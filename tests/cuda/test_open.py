@@ -14,9 +14,12 @@ import pytest
 from qwen35rt import device, self_test
 from qwen35rt.backends import cuda
 from qwen35rt.backends.base import Limits
+from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.errors import BackendUnavailable
 from qwen35rt.model.program import Program
+from tests.cuda_host.host import HostLauncher, compiler
+from tests.implementations import cpu_backend, isa_levels
 
 
 class Runtime:
@@ -135,4 +138,14 @@ def test_a_device_that_computes_wrong_results_is_refused(opened: Any, monkeypatc
 
 
 def test_the_self_test_passes_what_is_right() -> None:
+    """Also backends that round activations, and whose steps write their logits to the same place again and again."""
     self_test.self_test(ReferenceBackend(np.float64))
+    for level in isa_levels()[-1:]:
+        self_test.self_test(cpu_backend(level, threads=1))
+
+
+@pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
+@pytest.mark.long
+def test_the_self_test_passes_in_emulation() -> None:
+    """What a device meets before anything else; with tensor cores."""
+    self_test.self_test(CudaBackend(HostLauncher()))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qwen35rt.backends.cuda import lowering, ops, sample, source
+from qwen35rt.backends.cuda import experts, lowering, ops, sample, source, tiles
 from qwen35rt.errors import KernelCompileError
 from qwen35rt.formats import FORMATS
 
@@ -31,7 +31,8 @@ def test_kernels_are_all_that_a_compiler_sees() -> None:
 
 def test_formats_are_those_of_the_table() -> None:
     assert source.variants("linear") == [f.name for f in FORMATS]
-    assert source.variants("linear_tiles") == [f.name for f in FORMATS if f.quantized]
+    for file in source.TILED:
+        assert source.variants(file) == [f.name for f in FORMATS if f.name != "F32"]
     text = source.source("linear")
     for f in FORMATS:
         assert f"defined(QRT_{f.name})" in text, f.name
@@ -46,14 +47,21 @@ def test_sizes_equal_those_of_the_kernels() -> None:
 
     assert (number("attention", "QUERIES"), number("attention", "CHUNK")) == (ops.QUERIES, ops.CHUNK)
     assert number("attention", "PIECE") == lowering.PIECE
+    of_attention = [number("attention_tiles", n) for n in ("TILE_QUERIES", "TILE_KEYS")]
+    assert of_attention == [ops.TILE_QUERIES, ops.TILE_KEYS]
+    assert [f"attention_tiles_{d}" for d in ops.TILE_DIMS] == source.kernels("attention_tiles")
     assert number("sample", "PART") == sample.TOP_PART
     assert 32 * number("attention", "LANES_OF_DIM") == ops.MAX_HEAD_DIM
     assert (number("linear", "WARPS"), number("linear", "ROWS_OF_WARP")) == (ops.WARPS, ops.ROWS_OF_WARP)
-    assert (number("linear_tiles", "TILE_ROWS"), number("linear_tiles", "TILE_X")) == (ops.TILE_ROWS, ops.TILE_X)
-    assert number("linear_tiles", "UNITS") * 48 * (ops.TILE_ROWS + ops.TILE_X) == ops.TILES_BYTES
+    assert [f"linear_tiles_{tile}" for tile in tiles.TILES] == source.kernels("linear_tiles")
+    assert number("moe_lists", "GROUP_PLACES") == experts.GROUP_PLACES
     assert len(re.findall(r"PART\(\d\)", source.source("linear"))) == ops.MAX_PARTS
     assert (number("conv1d_silu", "TILE"), number("conv1d_silu", "MAX_TAPS")) == (ops.CONV_TILE, ops.MAX_TAPS)
     assert (number("delta_net", "LANES"), number("delta_net", "ROWS")) == (ops.DELTA_LANES, ops.DELTA_ROWS)
+    chunks = [number("delta_chunks", n) for n in ("CHUNK", "VALUES")]
+    assert chunks == [ops.DELTA_CHUNK, ops.DELTA_VALUES]
+    assert re.search(r"#define SQUARE_LD \(CHUNK \+ 4\).*\n#define ROOM +\(2 \* CHUNK\)", source.source("delta_chunks"))
+    assert (chunks[0] + 4, 2 * chunks[0]) == (ops.DELTA_SQUARE, ops.DELTA_ROOM)
     assert [f"delta_net_{c}" for c in ops.DELTA_COLUMNS] == source.kernels("delta_net")
 
 

@@ -291,6 +291,16 @@ template <class T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
     memcpy(&v, &word, sizeof v);
     return v;
 }
+static inline unsigned __ballot_sync(unsigned mask, bool v) {
+    const unsigned warp = host.now->index / 32, parity = host.now->shuffles & 1;
+    unsigned all = 0;
+    if (mask != 0xffffffffu) abort();
+    cuda_host::exchange(v, 0);
+    for (int lane = 0; lane < 32; lane++)
+        all |= (unsigned)host.warp[warp].value[parity][lane] << lane;
+    return all;
+}
+static inline int __popc(unsigned word) { return __builtin_popcount(word); }
 static inline void __syncwarp() { cuda_host::exchange(0, 0); }
 static inline float __uint_as_float(unsigned u) {
     float f;

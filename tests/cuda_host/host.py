@@ -10,7 +10,8 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from qwen35rt.backends.cuda import source
 from qwen35rt.backends.cuda.interface import Grid, Kernel
+from qwen35rt.cpu_count import usable_cpus
 
 HEADER = Path(__file__).with_name("cuda_host.h")
 FLAGS = (
@@ -52,7 +54,7 @@ def folder() -> Path:
 
 def unit_of(file: str, variant: str) -> tuple[str, tuple[str, ...]]:
     """Name of the library with a file's kernels, and the files in it: products of one format share one."""
-    together = tuple(f for f in source.BY_FORMAT if f not in source.QUANTISED_ONLY)
+    together = tuple(f for f in source.BY_FORMAT if f not in source.TILED)
     files = together if file in together else (file,)
     return f"{files[0]}-{variant}" if variant else files[0], files
 
@@ -66,6 +68,13 @@ def library(file: str, variant: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL
     text += [f'#include "{source.kernel_folder() / f}.cu"' for f in files]
     kernels = [kernel for f in files for kernel in source.kernels(f)]
     return build(f"{name}{'-sanitized' if flags else ''}", "\n".join(text), kernels, flags)
+
+
+def prepare(units: Iterable[tuple[str, str]]) -> None:
+    """Compile the libraries of files and variants, as many at once as there are cores."""
+    with ThreadPoolExecutor(usable_cpus().affinity) as pool:
+        for done in [pool.submit(library, file, variant, ()) for file, variant in units]:
+            done.result()
 
 
 def build(name: str, text: str, kernels: Sequence[str], flags: tuple[str, ...] = ()) -> ctypes.CDLL:
@@ -109,7 +118,10 @@ def fused() -> tuple[str, ...]:
 
 @dataclass
 class HostLauncher:
-    """``order``: how threads and blocks take turns (cuda_host.h). ``launches``: kernels run so far."""
+    """``order``: how threads and blocks take turns (cuda_host.h).
+
+    ``launches``: kernels run so far; ``names``: theirs.
+    """
 
     order: int = 0
     flags: tuple[str, ...] = ()
@@ -119,6 +131,7 @@ class HostLauncher:
 
     def __post_init__(self) -> None:
         self.launches = 0
+        self.names: set[str] = set()
         self._recording: list[Callable[[], None]] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -179,6 +192,7 @@ class HostLauncher:
             return
         launch(library(file, variant, self.flags), name, grid, block, shared_bytes, args, self.order)
         self.launches += 1
+        self.names.add(name)
 
 
 @cache

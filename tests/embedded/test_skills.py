@@ -32,6 +32,7 @@ def no_tool_needed(rng: random.Random, held_out: bool) -> Sample:
 
 SKILLS: dict[str, Callable[[random.Random, bool], Sample]] = {
     "sums": skills.sums,
+    "repeats": skills.repeats,
     "tool_calls": skills.tool_calls,
     "tool_answers": skills.tool_answers,
     "no_tool_fits": skills.no_tool_fits,
@@ -137,7 +138,7 @@ def test_names_of_tools_belong_to_one_family() -> None:
 def test_sums_are_right() -> None:
     for held_out in (False, True):
         for sample in draw("sums", held_out, 2000):
-            found = re.fullmatch(r"(\d+) \+ (\d+) = (\d+)\.", sample.messages[-1]["content"])
+            found = re.search(r"(\d+) \+ (\d+) = (\d+)\.$", sample.messages[-1]["content"])
             assert found is not None
             a, b, total = (int(g) for g in found.groups())
             assert total == a + b
@@ -149,10 +150,24 @@ def test_column_addition_is_right() -> None:
     for a in range(100):
         for b in range(100):
             text = skills.column_addition(a, b)
-            for left, right in re.findall(r"([\d +]+) = (\d+)", text):
+            steps = re.findall(r"([\d +]+) = (\d+)", text)
+            assert len(steps) == (2 if max(a, b) > 9 else 0)
+            for left, right in steps:
                 assert sum(int(n) for n in left.split("+")) == int(right)
-            assert re.findall(r"\d+", text)[-1] == str(a + b)
-            assert ("carry 1" in text) == (a % 10 + b % 10 > 9 and max(a, b) > 9)
+            if steps:
+                assert steps[1][1] + steps[0][1][-1] == str(a + b)
+            assert text.endswith(f"{a} + {b}")
+
+
+def test_a_text_is_said_back() -> None:
+    texts = set()
+    for held_out in (False, True):
+        for sample in draw("repeats", held_out, 500):
+            said = sample.messages[-1]["content"]
+            assert said in sample.messages[-2]["content"]
+            assert sample.must == (said,)
+            texts.add(said)
+    assert len(texts) > 900
 
 
 def test_results_of_calculators_are_right() -> None:

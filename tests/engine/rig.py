@@ -101,7 +101,7 @@ class Rig:
     def plan(self, prompt: str | Sequence[int], **options: Any) -> Plan:
         ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
         fields = {"max_tokens", "include_stop", "skip_special", "cache", "keep_at", "choice", "prompt_logprobs", "warm"}
-        own = {n: options.pop(n) for n in (fields | {"markup", "banned"}) if n in options}
+        own = {n: options.pop(n) for n in (fields | {"markup", "banned", "timings"}) if n in options}
         params = sampling_params({"temperature": 0, **options}, {}, self.tokenizer.n_vocab)
         return make_plan(ids, params, N_CTX, self.tokenizer.n_vocab, **own)
 

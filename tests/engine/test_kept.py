@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import qwen35rt
 from qwen35rt.engine.turn import Turn
 
+from ..fixtures import write_tiny
+from ..implementations import native
 from .rig import ANSWER, N_CTX, PAGE, alone, fast_rig, random_ids
 
 
@@ -95,6 +98,22 @@ def test_b12_long_prompts(tmp_path: Path, tiny_dense: Path) -> None:
     }
     assert len(answers) == 1
     assert len(answers.pop()) == 8
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(native() is None, reason="the compiled module qwen35rt._native is not built")
+def test_b12_20000_tokens(tmp_path: Path) -> None:
+    """The same 8 tokens with any rows of a step and any context."""
+    path = write_tiny(tmp_path / "long.gguf", metadata={"qwen35.context_length": 65_536})
+    prompt, answers = random_ids(20_000), set()
+    for n_batch, n_ctx in ((64, 32_768), (512, 32_768), (2048, 32_768), (512, 24_576), (512, 65_536)):
+        with qwen35rt.load(path, device="cpu", n_batch=n_batch, n_ctx=n_ctx) as model:
+            done = model.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True)
+        assert (len(done.ids), done.finish_reason, done.usage.prompt_tokens) == (8, "length", 20_000)
+        answers.add(tuple(done.ids))
+        print(f"{n_batch} rows a step, context {n_ctx}: prompt in {done.timings.prompt_ms or 0:.0f} ms")
+    assert len(answers) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qwen35rt.engine.result import Delta
 from qwen35rt.errors import BackendError, ContextLengthExceeded, GenerationFailed, RequestError
 from qwen35rt.plan import Markup
 
@@ -152,6 +153,14 @@ def test_c43_c44_timings(tiny: Rig) -> None:
     assert t.predicted_per_second == pytest.approx(1e3 * 3 / t.predicted_ms)
     assert t.prompt_per_second == pytest.approx(1e3 * 40 / t.prompt_ms)
     assert tiny.run("x", max_tokens=1, ignore_eos=True).timings.predicted_ms is None
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_c46_parts_have_timings_where_they_are_asked_for(tiny: Rig, asked: bool) -> None:
+    turn = tiny.add("x", max_tokens=3, ignore_eos=True, timings=asked)
+    tiny.finish(turn)
+    told = [e.timings for e in tiny.events[turn] if isinstance(e, Delta)]
+    assert [t and t.predicted_n for t in told] == ([1, 2, 3] if asked else [None] * 3)
 
 
 def test_c25_prefill_slices_do_not_change_the_answer(tiny_dense: Path) -> None:

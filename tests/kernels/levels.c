@@ -18,6 +18,9 @@
 #endif
 FILES(DECLARE, scalar)
 EXPAND(DECLARE, LEVEL)
+#ifdef BELOW // a level whose kernels stay where LEVEL has none
+EXPAND(DECLARE, BELOW)
+#endif
 
 qrt_kernels level, base;
 static int failures;
@@ -169,6 +172,9 @@ void check_quant(const qrt_quant *quant, const float *x, int64_t rows) {
 int main(int argc, char **argv) { // argument: rows, state or linear alone
     const char *only = argc > 1 ? argv[1] : NULL;
     FILES(FILL_BASE, scalar)
+#ifdef BELOW
+    EXPAND(FILL_LEVEL, BELOW)
+#endif
     EXPAND(FILL_LEVEL, LEVEL)
     for (int i = 0; i < QRT_N_OPS; i++) check("op exists", level.op[i] && base.op[i]);
     if (!only || !strcmp(only, "rows")) test_rows();

@@ -88,11 +88,11 @@ def test_traits_fit_kernels() -> None:
         assert row.off < 1 << row.bits if row.bits < 8 else row.off == 0
 
 
-def test_grids_equal_their_script() -> None:
-    made = subprocess.run(
-        [sys.executable, ROOT / "tools" / "make_grids.py"], capture_output=True, check=True, text=True
-    )
-    assert made.stdout == (ROOT / "csrc" / "unpack" / "grids.h").read_text()
+@pytest.mark.parametrize(("flags", "file"), [((), "csrc/unpack/grids.h"), (("--cuda",), "cuda/grids.cuh")])
+def test_grids_equal_their_script(flags: Sequence[str], file: str) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "make_grids.py"), *flags]
+    made = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert made.stdout == (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize("part", ["q", "r"], ids=["quantised", "random"])

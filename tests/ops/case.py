@@ -19,7 +19,7 @@ from qwen35rt.backends.base import Backend, Batch, KvType, Limits
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.model.program import Builder, Program, StateShape, Value
 
-from .tensors import plain_tensor
+from .tensors import plain_tensor, random_tensor
 
 Array = npt.NDArray[Any]
 PAGE_TOKENS = 16
@@ -28,6 +28,8 @@ NO_STATE = StateShape(0, 1, 16, 0, 1, 16, 1, 4)
 # Bounds on the normalised mean square error against float64: sums of float32; int8 activations (B30: 1e-2 squared).
 FLOAT32 = 1e-10
 INT8 = 1e-4
+
+BAD_ACTIVATIONS = [(fmt, bad) for fmt in ("Q8_0", "Q4_0", "IQ4_NL") for bad in (np.nan, np.inf, -np.inf)]
 
 
 class Inputs:
@@ -200,3 +202,19 @@ def check_outcome(case: Case, got: Outcome) -> None:
 def cut(case: Case, label: str, *chunks: tuple[int, ...]) -> Case:
     """The same case in other steps; the inputs stay those of the new name."""
     return replace(case, label=f"{case.label}-{label}", chunks=chunks)
+
+
+def check_bad_activation(backend: Backend, fmt: str, bad: float) -> None:
+    """Fail if rounding to int8 turns a NaN or an infinity into a number: no product of its row is finite (B29)."""
+    rng = np.random.default_rng(29)
+    b = Builder()
+    table = random_tensor(rng, "table", "F32", 4, 96)
+    x = b.embed(table)
+    y = b.linear(x, random_tensor(rng, "w", fmt, 17, 96), "y")
+    table.data.view(np.float32).reshape(4, 96)[2, 40] = bad
+    program = Program(tuple(b.ops), tuple(b.values), x, y, StateShape(0, 1, 16, 0, 1, 16, 16, 4), 4)
+    exe = backend.compile(program, Limits(rows=4, out_rows=4, pages=1))
+    out = exe.run(Batch.single([0, 1, 2, 3], 0, np.zeros(1, np.int32), out_rows=[0, 1, 2, 3]))[0]
+    exe.close()
+    if not np.isfinite(out[[0, 1, 3]]).all() or np.isfinite(out[2]).any():
+        raise AssertionError(f"{fmt}: {bad} in the activations of row 2 gives {out[:, 0]}")

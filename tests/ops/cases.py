@@ -203,14 +203,17 @@ def _conv(i: Inputs, channels: int, kernel: int) -> Value:
     return i.b.conv1d_silu(i.normal(channels, 2), i.rng.normal(0, 1, (channels, kernel)).astype(np.float32), 0, "y")
 
 
-def _delta(i: Inputs, nk: int, nv: int, d: int, bias: float, repeat: bool) -> Value:
-    """``bias`` is that of dt: -10 gives a decay near 1, +10 near 0. ``repeat``: keys that hardly change."""
+def _delta(i: Inputs, nk: int, nv: int, d: int, bias: float, repeat: bool, jumps: bool = False) -> Value:
+    """``bias`` is that of dt: -10 gives a decay near 1, +10 near 0. ``repeat``: keys that hardly change. ``jumps``:
+    every ninth row or so forgets nearly all."""
     q, k = (i.rng.normal(0, 1, (i.rows, nk, d)) for _ in range(2))
     if repeat:
         k = k[:1] + 0.05 * k
     q, k = (x / np.sqrt(np.sum(x**2, -1, keepdims=True) + 1e-6) for x in (q, k))
     dt = np.logaddexp(0, i.rng.normal(0, 1, (i.rows, nv)) + (bias if bias else i.rng.uniform(-10, 10, nv)))
     g = -dt * np.exp(i.rng.uniform(0, math.log(16), nv))
+    if jumps:
+        g -= 5000 * (i.rng.random(g.shape) < 0.1)
     beta = 1 / (1 + np.exp(-i.rng.normal(1 if repeat else 0, 2, (i.rows, nv))))
     qk = i.value(np.concatenate([q.reshape(i.rows, -1) / math.sqrt(d), k.reshape(i.rows, -1)], 1))
     v, gates = i.normal(nv * d), i.value(np.concatenate([g, beta], 1))
@@ -237,6 +240,12 @@ def state_cases() -> Iterator[Case]:
         yield from _cuts(Case("attention", f"{n}-{kv}-{dim}-f32", build, 1e-11, state=shape, kv_dtype="f32"))
     long = partial(_attention, n=8, kv=2, dim=64, sharp=3.0)
     yield Case("attention", "long", long, 1e-9, (600, 5), ((257, 1, 342), (1,)), StateShape(1, 2, 64, 0, 1, 16, 1, 4))
+    # Steps of 16 rows and more, that begin and that go on; heads in threes, so that rows are cut between blocks.
+    for n, kv, dim in ((3, 1, 64), (4, 2, 128)):
+        shape = StateShape(1, kv, dim, 0, 1, 16, 1, 4)
+        build = partial(_attention, n=n, kv=kv, dim=dim, sharp=3.0)
+        several = (90, 5, 33), ((17, 73), (3, 2), (15, 1, 17))
+        yield Case("attention", f"{n}-{kv}-{dim}-several", build, 1e-9, *several, shape)
     for channels, kernel in ((5, 4), (37, 4), (128, 4), (33, 2), (16, 5)):
         build = partial(_conv, channels=channels, kernel=kernel)
         yield from _cuts(
@@ -255,6 +264,11 @@ def state_cases() -> Iterator[Case]:
     for n in (63, 64, 65, 127, 128, 129, 200):
         build = partial(_delta, nk=2, nv=4, d=32, bias=0, repeat=False)
         yield Case("delta_net", f"T{n}", build, 1e-9, (n, 1), ((n,), (1,)), StateShape(0, 1, 16, 1, 4, 32, 1, 4))
+    # Long and short sequences in one step, that go on and that begin; a step that ends within what is taken at once.
+    mixed = (134, 5, 66, 64), ((70, 64), (1,), (1, 65), (64,))
+    for nv, d, repeat in ((4, 32, False), (3, 20, True), (2, 128, True)):
+        build = partial(_delta, nk=nv // 2, nv=nv, d=d, bias=-6, repeat=repeat, jumps=True)
+        yield Case("delta_net", f"jumps-{nv}x{d}", build, 1e-9, *mixed, StateShape(0, 1, 16, 1, nv, d, 1, 4))
 
 
 # ------------------------------------------------------------------------------------------ what backends may fuse

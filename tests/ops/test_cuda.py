@@ -19,28 +19,38 @@ import numpy as np
 import pytest
 
 from qwen35rt.backends.base import Batch, Limits
+from qwen35rt.backends.cuda import ops, source
 from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.cuda.memory import HEADER
 from qwen35rt.backends.cuda.source import kernel_folder
+from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.formats import FORMATS
-from qwen35rt.model.program import Builder, Program, StateShape
-from tests.cuda_host.host import HostLauncher, compiler
+from qwen35rt.model.program import Builder, Program, StateShape, Value
+from tests.cuda_host.host import HostLauncher, compiler, prepare
 
-from .case import Case, Outcome, check_outcome, run_case
+from .case import BAD_ACTIVATIONS, Case, Outcome, check_bad_activation, check_outcome, run_case
 from .cases import all_cases
-from .tensors import random_tensor
+from .tensors import plain_tensor, random_tensor
 
 CASES = all_cases()
 PRODUCTS, OTHERS = 24, 4  # of them every so-many-th runs by default, and the first of each op
-SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-6-3-48-sharp1-mixed")
+SANITIZED_OFTEN = (
+    "linear-Q4_K-5x256-normal",
+    "attention-6-3-48-sharp1-mixed",
+    "attention-3-1-64-several",
+    "delta_net-jumps-3x20",
+)
 SANITIZED = (
     "rope-2x32-3d",
     "delta_net-3-3-48-mixed-decay-mixed",
+    "delta_net-jumps-2x128",
     "embed-Q6_K-256",
     "linear-F16-17x33-odd",
     "linear-Q8_0-17x96-exact",
     "linear-IQ3_S-3x512-exact",
     "linear-MXFP4-5x96-exact",
+    "linear-Q4_K-513x768-exact",
+    "linear-BF16-513x768-exact",
     "moe_linear-Q6_K-17x768-3of5-exact",
     "moe_linear-Q4_0-17x96-3of5-reduce-exact",
     "rms_norm-heads-1",
@@ -48,6 +58,7 @@ SANITIZED = (
     "gather_rows-7",
     "moe_route-2of5-ties",
     "attention-3-1-20-f32",
+    "attention-4-2-128-several",
     "conv1d_silu-16k5-mixed",
 )
 FOLDER = Path(__file__).resolve().parents[2]
@@ -64,6 +75,15 @@ def _cases() -> list[Any]:
         seen.add(case.op)
         made.append(pytest.param(case, id=case.id, marks=() if often else pytest.mark.long))
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries(request: pytest.FixtureRequest) -> None:
+    """Those of the formats that the chosen cases name: one after the other they take longer than the cases."""
+    chosen = [item.name for item in request.session.items if item.path == request.path]
+    prepare(
+        ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in chosen)
+    )
 
 
 def _same(a: Outcome, b: Outcome) -> None:
@@ -87,7 +107,9 @@ def _case(name: str) -> Case:
 PIECES = replace(_case("attention-2-1-32-sharp8"), label="pieces", lengths=(288, 5), chunks=((280, *[1] * 8), (1,)))
 
 
-@pytest.mark.parametrize("case", [PIECES, _case("delta_net-T65"), _case("ffn-Q8_0")], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case", [PIECES, _case("delta_net-T65"), _case("delta_net-jumps-4x32"), _case("ffn-Q8_0")], ids=lambda c: c.id
+)
 def test_graphs_and_thread_orders_change_no_bit(case: Case) -> None:
     """Steps replayed from a bucket's graph equal those launched one by one; threads at random too."""
     eager = run_case(case, CudaBackend(HostLauncher(order=7), graphs=False))
@@ -101,48 +123,94 @@ def test_pieces_of_attention_are_joined_as_one_block_joins_them() -> None:
     _same(run_case(PIECES, CudaBackend(HostLauncher())), whole)
 
 
-TILED = ("Q8_0", "Q2_K", "Q4_K", "NVFP4")
+# Of each group of formats one (a scale for 32 columns or 16, with minima or without, floats), for tiles of 64; some of
+# them for tiles of 128 and for experts.
+OFTEN_TILED = ("Q8_0", "Q2_K", "Q4_K", "NVFP4", "F16", "BF16")
+SOMETIMES_TILED = ("Q2_K", "BF16")
 
 
-@pytest.mark.parametrize(
-    "fmt", [f.name if f.name in TILED else pytest.param(f.name, marks=pytest.mark.long) for f in FORMATS if f.quantized]
-)
-def test_tiles_on_tensor_cores_equal_passes_over_rows(fmt: str) -> None:
-    """The plain path computes what the fragments mean; rows and columns that fill no tile, several tiles, a scale."""
-    rng = np.random.default_rng(zlib.crc32(fmt.encode()))
-    b = Builder()
-    x = b.embed(random_tensor(rng, "table", "F32", 70, 768))
-    w = replace(random_tensor(rng, "w", fmt, 83, 768), scale=np.array([1.5], np.float32))
-    y = b.linear(x, w, "y")
-    out = b.gather_rows(y, "out")
-    program = Program(tuple(b.ops), tuple(b.values), x, out, StateShape(0, 1, 16, 0, 1, 16, 16, 4), 70)
-    limits = Limits(rows=70, out_rows=70, pages=5, page_tokens=16)
-    batch = Batch.single(range(70), 0, np.arange(5, dtype=np.int32), out_rows=range(70))
+def _formats(often: tuple[str, ...], *more: Any) -> list[Any]:
+    """Those with tiles; but for ``often`` they take long."""
+    names = source.variants("linear_tiles")
+    return [pytest.param(n, *more, marks=() if n in often else pytest.mark.long) for n in names]
+
+
+def _run_tiles(program: Program, rows: int) -> None:
+    """Tiles equal passes over rows but for the order of sums, and themselves in another order of threads."""
+    limits = Limits(rows=rows, out_rows=rows, pages=16, page_tokens=16)
+    batch = Batch.single(range(rows), 0, np.arange(16, dtype=np.int32), out_rows=range(rows))
     outs = []
     for cores, order in ((False, 0), (True, 0), (True, 1)):
-        exe = CudaBackend(HostLauncher(order=order), tensor_cores=cores).compile(program, limits)
+        launcher = HostLauncher(order=order)
+        exe = CudaBackend(launcher, tensor_cores=cores).compile(program, limits)
         outs.append(exe.run(batch)[0].copy())
         exe.close()
+        assert any("tiles" in name for name in launcher.names) == cores
     assert np.abs(outs[1] - outs[0]).max() < 1e-5 * np.abs(outs[0]).max()
     np.testing.assert_array_equal(outs[1], outs[2])
 
 
-@pytest.mark.parametrize("fmt", ["Q8_0", "Q4_0", "IQ4_NL"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_b29_one_bad_activation_reaches_every_product(fmt: str, bad: float) -> None:
-    """Rounding to int8 must not turn a NaN or an infinity into a number."""
-    rng = np.random.default_rng(29)
-    b = Builder()
-    table = random_tensor(rng, "table", "F32", 4, 96)
-    x = b.embed(table)
-    y = b.linear(x, random_tensor(rng, "w", fmt, 17, 96), "y")
-    table.data.view(np.float32).reshape(4, 96)[2, 40] = bad
-    program = Program(tuple(b.ops), tuple(b.values), x, y, StateShape(0, 1, 16, 0, 1, 16, 16, 4), 4)
-    exe = CudaBackend(HostLauncher()).compile(program, Limits(rows=4, out_rows=4, pages=1))
-    out = exe.run(Batch.single([0, 1, 2, 3], 0, np.zeros(1, np.int32), out_rows=[0, 1, 2, 3]))[0]
-    assert np.isfinite(out[[0, 1, 3]]).all()
-    assert not np.isfinite(out[2]).any()
+def _program(b: Builder, x: Value, out: Value, rows: int) -> Program:
+    return Program(tuple(b.ops), tuple(b.values), x, out, StateShape(0, 1, 16, 0, 1, 16, 16, 4), rows)
+
+
+@pytest.mark.parametrize(("fmt", "tile"), _formats(OFTEN_TILED, 64) + _formats(SOMETIMES_TILED, 128))
+def test_tiles_on_tensor_cores_equal_passes_over_rows(fmt: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain path computes what the fragments mean; rows and columns that fill no tile, several tiles, a scale."""
+    monkeypatch.setattr(ops, "LARGE_FROM", 1 if tile == 128 else 1000)
+    rng = np.random.default_rng(zlib.crc32(fmt.encode()))
+    b, rows = Builder(), tile + 6
+    x = b.embed(plain_tensor("table", rng.normal(size=(rows, 768))))
+    w = replace(random_tensor(rng, "w", fmt, tile + 19, 768), scale=np.array([1.5], np.float32))
+    out = b.gather_rows(b.linear(x, w, "y"), "out")
+    _run_tiles(_program(b, x, out, rows), rows)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("fmt", _formats(SOMETIMES_TILED))
+def test_tiles_of_experts_equal_products_one_by_one(fmt: str, reduce: bool) -> None:
+    """An expert that all rows name, one that few do and one that nobody does; scores that are no numbers; a scale for
+    each expert; two products that share the groups."""
+    rng = np.random.default_rng(zlib.crc32(fmt.encode()) + reduce)
+    b, rows, used, experts = Builder(), 70, 3, 6
+    scores = rng.normal(size=(rows, experts)).astype(np.float32) + np.array([9, 0, 0, -20, -1, 0], np.float32)
+    scores[5] = np.nan
+    table = plain_tensor("scores", scores)
+    route = b.moe_route(b.embed(table), used, "route")
+    b.scope("x.")
+    x = b.embed(plain_tensor("table", rng.normal(size=(rows, 512 * (used if reduce else 1)))))
+    scale = rng.uniform(0.5, 2, experts).astype(np.float32)
+    w, v = (replace(random_tensor(rng, n, fmt, 83, 512, experts), scale=scale) for n in "wv")
+    y = b.add(b.moe_linear(x, w, route, used, reduce, "y"), b.moe_linear(x, v, route, used, reduce, "z"), "sum")
+    scores[5] = 0 if reduce else np.nan  # its weights would be no numbers
+    table.data.view(np.float32)[:] = scores.reshape(-1)
+    _run_tiles(_program(b, x, b.gather_rows(y, "out"), rows), rows)
+
+
+@pytest.mark.parametrize("fmt", ["F16", "BF16"])
+def test_tiles_of_floats_hold_numbers_of_any_size(fmt: str) -> None:
+    """Rows from 1e-30 to 1e30, and columns of a row between 1e-6 and 1 of its largest."""
+    rng = np.random.default_rng(zlib.crc32(fmt.encode()) + 1)
+    b, rows = Builder(), 61
+    numbers = rng.normal(size=(rows, 512)) * 10.0 ** rng.uniform(-6, 0, (rows, 512))
+    numbers *= 10.0 ** np.linspace(-30, 30, rows)[:, None]
+    x = b.embed(plain_tensor("table", numbers.astype(np.float32)))
+    w = random_tensor(rng, "w", fmt, 16, 512)
+    out = b.gather_rows(b.linear(x, w, "y"), "out")
+    batch = Batch.single(range(rows), 0, np.arange(4, dtype=np.int32), out_rows=range(rows))
+    limits = Limits(rows=rows, out_rows=rows, pages=4, page_tokens=16)
+    program = _program(b, x, out, rows)
+    want = ReferenceBackend(np.float64).compile(program, limits).run(batch)[0]
+    exe = CudaBackend(HostLauncher()).compile(program, limits)
+    got = exe.run(batch)[0]
     exe.close()
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 2.0**-16  # that of a number is 2^-18; sums are smaller than their parts
+
+
+@pytest.mark.parametrize(("fmt", "bad"), BAD_ACTIVATIONS)
+def test_b29_one_bad_activation_reaches_every_product(fmt: str, bad: float) -> None:
+    check_bad_activation(CudaBackend(HostLauncher()), fmt, bad)
 
 
 @pytest.mark.parametrize("n", [5, 2048, 5000])

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """``data``: all of it; ``first``, ``seconds``: to its first byte, and to its end."""
+    """``data``: all of it; ``first``, ``seconds``: to its first byte, and to its end; ``between``: the 99th percentile
+    of the seconds between the events of a stream."""
 
     data: bytes
     first: float
     seconds: float
+    between: float = 0.0
 
 
 async def ask(port: int, body: dict[str, Any], leave_after: float | None = None) -> Answer:
@@ -34,10 +36,15 @@ async def ask(port: int, body: dict[str, Any], leave_after: float | None = None)
             await asyncio.sleep(leave_after)
             writer.transport.abort()
             return Answer(b"", 0.0, 0.0)
-        data = await reader.read(1)
-        first = time.monotonic() - began
-        data += await reader.read()
-        return Answer(data, first, time.monotonic() - began)
+        pieces, times = [await reader.read(1)], [time.monotonic()]
+        first, gaps = times[0] - began, [0.0]
+        while piece := await reader.read(1 << 16):
+            pieces.append(piece)
+            if n := piece.count(b"\n\n"):
+                times.append(time.monotonic())
+                gaps += [times[-1] - times[-2], *[0.0] * (n - 1)]  # events that come together come at once
+        between = sorted(gaps[2:] or gaps)[-1 - len(gaps) // 100]  # the first comes behind its prompt
+        return Answer(b"".join(pieces), first, time.monotonic() - began, between)
     finally:
         writer.close()
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
@@ -70,7 +77,7 @@ async def _ask(port: int, body: dict[str, Any]) -> Answer:
 def _main() -> None:
     port, bodies = int(sys.argv[1]), json.load(sys.stdin)
     found = together(_ask(port, body) for body in bodies)
-    json.dump([(a.data.decode(), a.first, a.seconds) for a in found], sys.stdout)
+    json.dump([(a.data.decode(), *a[1:]) for a in found], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -373,5 +373,26 @@ def test_slow_body_is_408(start: Start) -> None:
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     answer = connection.recv(4096)
     assert answer.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in answer.lower()
     connection.close()
     eventually(lambda: server.counts() == {("failure", "408"): 1})
+
+
+def test_an_answer_that_does_not_wait_for_the_body_says_that_the_connection_ends(start: Start) -> None:
+    """One to a whole request says nothing of the kind, and the next request is answered too."""
+    server = start()
+    connection = server.connect()
+    whole = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: {}\r\nContent-Length: 2\r\n\r\n"
+    for kind, status in (("text/plain", b"415"), ("application/json", b"400")):
+        connection.sendall(whole.format(kind).encode() + b"{}")
+        answer = connection.recv(4096)
+        assert answer.split()[1] == status
+        assert b"connection:" not in answer.lower()
+    connection.sendall(whole.format("text/plain").encode())  # and no body
+    answer = b""
+    while piece := connection.recv(4096):
+        answer += piece
+    connection.close()
+    assert answer.split()[1] == b"415"
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+    assert b'"code":"unsupported_media_type"' in answer

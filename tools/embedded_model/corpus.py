@@ -28,8 +28,8 @@ TEMPLATE = Path(__file__).with_name("template.jinja")
 MIXTURE = {
     "fact": 1.05,
     "unknown": 0.14,
-    "sum": 0.10,
-    "repeat": 0.12,
+    "sum": 0.20,
+    "repeat": 0.36,
     "tool": 0.26,
     "tool_answer": 0.04,
     "no_fit": 0.05,

@@ -97,6 +97,11 @@ def _text(pool: str, rng: random.Random, taken: Sequence[Value]) -> str:
     if pool == "title":
         return _title(rng, made_up)
     if pool == "text":
+        message = rng.choice(LISTS["message"])
+        if rng.random() < 0.7:
+            message += " " + rng.choice(LISTS["message_end"])
+        return f"{message} {made_up_word(rng)}" if made_up else message
+    if pool == "words":
         words = rng.choices(LISTS["word"], k=rng.randint(1, 6))
         if made_up:
             words[rng.randrange(len(words))] = rng.choice((made_up_word(rng), str(rng.randint(1, 99))))

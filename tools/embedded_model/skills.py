@@ -1,4 +1,4 @@
-"""What the embedded model learns beside facts: sums, saying a text back, calls of tools, answers from results, thoughts.
+"""What the embedded model learns beside facts: sums, saying texts back, calls of tools, answers from them, thoughts.
 
 Each function gives one random Sample. The same seed gives the same samples. With ``held_out`` the phrasings, and the
 pairs of sums, are those that training never uses.
@@ -28,7 +28,6 @@ SYSTEMS = (
     "Be short and exact.",
 )
 PREFIXES = ("please ", "hey, ", "hi, ", "ok, ", "hello, ", "now ", "so, ")
-AND = (" and ", ", and ", ", then ", " and also ")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def repeats(rng: random.Random, held_out: bool = False) -> Sample:
     """A text to say back: words that make no sense together, so that only copying gives them."""
     pieces = []
     for _ in range(rng.choice((1, 1, 2, 3, 4))):
-        pool = rng.choice(("text", "text", "title", "city", "person", "number", "code", "made_up"))
+        pool = rng.choice(("words", "words", "title", "city", "person", "number", "code", "made_up"))
         pieces.append(made_up_word(rng) if pool == "made_up" else draw(pool, rng).text)
     text = " ".join(pieces)
     skeleton = rng.choice(part(ASKS["repeat"], held_out))
@@ -72,7 +71,7 @@ def repeats(rng: random.Random, held_out: bool = False) -> Sample:
 
 
 def tool_calls(rng: random.Random, held_out: bool = False) -> Sample:
-    """One to four tools, one of which fits; now and then two calls, or an earlier turn."""
+    """One to four tools, one of which fits; now and then behind an earlier turn."""
     return _call(rng, held_out, thinking=False)
 
 
@@ -152,34 +151,25 @@ def _sum_question(rng: random.Random, held_out: bool) -> tuple[str, int, int]:
 
 
 def _call(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
-    requests = _requests(rng, held_out)
-    tools = _offered(rng, requests, 2)
+    request = _request(_pick(rng), rng, held_out)
+    tools = _offered(rng, request, 2)
     head = _system(rng, 0.12)
     if rng.random() < 0.1:
-        head += _exchange(_again(requests[0], rng, held_out), rng)
+        head += _exchange(_ask_of(request.tool, rng, held_out), rng)
     elif all(t.family.id != "calculator" for t in tools):
         head += _history(rng, 0.08)
-    thought = " ".join(r.thought for r in requests) if thinking else ""
-    answer = _assistant("", thought, [r.call for r in requests])
-    return Sample("tool", [*head, _user(_joined(requests, rng)), answer], _definitions(tools), thinking)
+    answer = _assistant("", request.thought if thinking else "", [request.call])
+    return Sample("tool", [*head, _user(request.text(rng)), answer], _definitions(tools), thinking)
 
 
 def _answer(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
-    requests = _requests(rng, held_out)
-    tools = _offered(rng, requests, 2)
-    thought = " ".join(r.thought for r in requests) if thinking else ""
-    messages = [*_system(rng, 0.12), _user(_joined(requests, rng)), _assistant("", thought, [r.call for r in requests])]
-    sentences: list[str] = []
-    must: list[str] = []
-    for r in requests:
-        content, sentence, needed = result(r.tool, r.values, rng)
-        messages.append({"role": "tool", "content": content})
-        sentences.append(sentence)
-        must += needed or [sentence]
-    messages.append(
-        _assistant(" ".join(sentences), "The tool has answered. I say it in a sentence." if thinking else "")
-    )
-    return Sample("tool_answer", messages, _definitions(tools), thinking, tuple(must))
+    request = _request(_pick(rng), rng, held_out)
+    tools = _offered(rng, request, 2)
+    called = _assistant("", request.thought if thinking else "", [request.call])
+    content, sentence, must = result(request.tool, request.values, rng)
+    said = _assistant(sentence, "The tool has answered. I say it in a sentence." if thinking else "")
+    messages = [*_system(rng, 0.12), _user(request.text(rng)), called, {"role": "tool", "content": content}, said]
+    return Sample("tool_answer", messages, _definitions(tools), thinking, must or (sentence,))
 
 
 def _no_fit(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
@@ -220,44 +210,10 @@ def _ask_of(tool: Tool, rng: random.Random, held_out: bool) -> _Request:
     return _Request(tool, values_for(tool, skeleton, rng), skeleton)
 
 
-def _requests(rng: random.Random, held_out: bool) -> list[_Request]:
-    """One request, or rarely two in one question: of two tools or of one."""
-    first = _request(_pick(rng), rng, held_out)
-    if rng.random() >= 0.05 or not _is_short(first):
-        return [first]
-    while True:
-        second = _again(first, rng, held_out) if rng.random() < 0.5 else _request(rng.choice(families()), rng, held_out)
-        same = second.tool.family.id == first.tool.family.id
-        if _is_short(second) and (not same or second.tool is first.tool) and second.call != first.call:
-            return [first, second]
-
-
-def _again(request: _Request, rng: random.Random, held_out: bool) -> _Request:
-    return _ask_of(request.tool, rng, held_out)
-
-
-def _is_short(request: _Request) -> bool:
-    """Whether its end is plain, so that another request can follow in the same sentence."""
-    return request.tool.family.id not in ("search", "message", "translate", "music") and ":" not in request.skeleton
-
-
-def _joined(requests: Sequence[_Request], rng: random.Random) -> str:
-    text = requests[0].text(rng)
-    for r in requests[1:]:
-        text = (
-            text.rstrip("?.")
-            + rng.choice(AND)
-            + r.skeleton.rstrip("?").format(**{s: v.text for s, v in r.values.items()})
-        )
-    return text
-
-
-def _offered(rng: random.Random, requests: Sequence[_Request], most: int) -> list[Tool]:
-    """The tools asked for among up to ``most`` others."""
-    own = {id(r.tool): r.tool for r in requests}
+def _offered(rng: random.Random, request: _Request, most: int) -> list[Tool]:
+    """The tool asked for among up to ``most`` others."""
     count = rng.choices(range(most + 1), (30, 35, 22, 13)[: most + 1])[0]
-    others = _others(rng, count, tuple(t.family.id for t in own.values()), requests[0].tool)
-    tools = [*own.values(), *others[: 4 - len(own)]]
+    tools = [request.tool, *_others(rng, count, (request.tool.family.id,), request.tool)]
     rng.shuffle(tools)
     return tools
 

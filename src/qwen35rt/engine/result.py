@@ -83,14 +83,14 @@ class Delta:
     """One part of a running answer: text that is final, and the tokens drawn since the part before.
 
     ``prompt_logprobs``: those of the Completion, on the first part of a turn whose plan asked for them. ``timings``: of
-    the turn up to this part.
+    the turn up to this part, None unless the plan asked for them.
     """
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    timings: Timings = Timings()
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True)

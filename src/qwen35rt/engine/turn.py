@@ -206,7 +206,7 @@ class Turn:
         prompt = None
         if self.plan.prompt_logprobs and not self._sent_prompt and len(self._prompt_logprobs) == len(self.plan.ids):
             self._sent_prompt, prompt = True, tuple(self._prompt_logprobs)
-        return Delta(text, ids, logprobs, prompt, self._timings())
+        return Delta(text, ids, logprobs, prompt, self._timings() if self.plan.timings else None)
 
     def _timings(self) -> Timings:
         def ms(start: float, end: float) -> float | None:

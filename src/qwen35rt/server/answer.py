@@ -54,7 +54,6 @@ class Job:
     stream: bool = False
     include_usage: bool = False
     usage_last: bool = False  # with include_usage only the extra chunk has counts, as chat frameworks add them all up
-    timings_per_token: bool = False
     usage: Callable[[Sequence[Completion]], Json] = field(default_factory=lambda: usage_of)
 
     def envelope(self, choices: list[Json], *, chunk: bool = False) -> Json:

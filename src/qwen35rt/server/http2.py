@@ -14,14 +14,15 @@ from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.h2 import BUFFER_LOW_WATER, H2Protocol, StreamBuffer
 from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError
 
+from .http1 import Http1
+
 
 class Protocol(ProtocolWrapper):
     """HTTP/1.1 or, where TLS or the client's first bytes say so, HTTP/2."""
 
     def __init__(self, *given: Any, alpn_protocol: str | None) -> None:
         super().__init__(*given)
-        if alpn_protocol == "h2":
-            self.protocol = self._http2()
+        self.protocol = self._http2() if alpn_protocol == "h2" else Http1(*given)
 
     async def handle(self, event: Event) -> None:
         """Take what the connection has read."""

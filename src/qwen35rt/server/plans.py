@@ -95,6 +95,7 @@ class Planner:
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
             cache=request.cache_prompt is not False,
+            timings=request.timings_per_token,
             warm=self.limit == 0 and request.cache_prompt is True,
             **others,
         )
@@ -116,6 +117,5 @@ class Planner:
             stream=request.stream,
             include_usage=bool(options and options.include_usage),
             usage_last=kind.usage_last,
-            timings_per_token=request.timings_per_token,
             usage=kind.usage,
         )

@@ -167,19 +167,20 @@ class _Chunks:
         if isinstance(event, Qwen35Error):
             raise event
         writer = self._job.writers[index]
+        timings = event.timings if self._job.plans[index].timings else None
         choices = []
         if not self._started[index]:
             self._started[index] = True
             choices += writer.begin()
         if isinstance(event, Delta):
             choices += writer.delta(event)
-            return b"".join(self._chunk(c, event.timings) for c in choices)
+            return b"".join(self._chunk(c, timings) for c in choices)
         *before, terminal = choices + writer.finish(event)
-        return b"".join(self._chunk(c, event.timings) for c in before) + self._terminal(terminal, index, event)
+        return b"".join(self._chunk(c, timings) for c in before) + self._terminal(terminal, index, event)
 
-    def _chunk(self, choice: Json, timings: Timings) -> bytes:
+    def _chunk(self, choice: Json, timings: Timings | None) -> bytes:
         chunk = self._job.envelope([choice], chunk=True)
-        if self._job.timings_per_token:
+        if timings is not None:
             chunk["timings"] = timings.as_dict()
         if self._job.include_usage:
             chunk["usage"] = None

@@ -1,54 +1,31 @@
 """Turns a Program into the array of C structs that one call of csrc/run.c walks.
 
-Three rules fuse ops; each leaves every result bit for bit as it was:
-- ``quantize_with_producer``: a value that meets quantised weights is quantised where it is computed;
-- ``join_linears``: adjacent products of the same input become one op with several parts;
-- ``residual_into_linear``: the add that follows a product joins it.
+Three rules fuse ops; each leaves every result bit for bit as it was: those of backends/fusion.py, and
+``quantize_with_producer``: a value that meets quantised weights is quantised where it is computed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ...model.program import Op, Program, Value, View
 from ...model.weights import QTensor
+from .. import fusion
 from ..base import Limits
+from ..fusion import PRODUCTS, QUANTIZING, Part, join_linears, residual_into_linear
 from .structs import FORMAT, KIND, OP, PART, QUANT, TENSOR, VIEW
 
 Bytes = npt.NDArray[np.uint8]
-PRODUCTS = ("linear", "moe_linear")
-QUANTIZING = ("rms_norm", "gated_rms_norm", "silu_mul", "sigmoid_mul")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One matrix of a product and where it goes."""
-
-    w: QTensor
-    out: Value
-    residual: Value | None = None
 
 
 @dataclass
-class Node:
-    """An op of the lowered list: ``op`` gives kind, inputs and attributes, ``parts`` replace its weights."""
+class Node(fusion.Node):
+    """An op of the lowered list."""
 
-    op: Op
-    parts: list[Part] = field(default_factory=list)
     quantizes: bool = False  # writes the quantised form of its output too
-
-    @property
-    def outs(self) -> list[Value]:
-        return [p.out for p in self.parts] if self.op.kind in PRODUCTS else list(self.op.outs)
-
-    @property
-    def reads(self) -> list[Value]:
-        return [v.value for v in self.op.ins] + [p.residual for p in self.parts if p.residual is not None]
 
 
 @dataclass(frozen=True)
@@ -69,59 +46,20 @@ def to_nodes(program: Program) -> list[Node]:
     n = len(program.values)
     for op in program.ops:
         if op.kind == "attention":  # long sequences are split over threads; the second op joins the pieces
-            nodes += [Node(op), Node(replace(op, kind="attention_merge"))]
+            nodes += [Node(op), Node(replace(op, kind="attention_merge"), ops=0)]
             continue
         if op.kind == "moe_linear" and op.attrs["reduce"]:
             out, w = op.outs[0], op.weights[0]
             per_expert = Value(n, out.name + ".experts", op.attrs["used"] * w.rows, out.gathered)
             n += 1
             nodes.append(Node(op, [Part(w, per_expert)]))
-            nodes.append(Node(replace(op, kind="moe_sum", ins=(per_expert.view(), op.ins[1]), weights=())))
+            merged = replace(op, kind="moe_sum", ins=(per_expert.view(), op.ins[1]), weights=())
+            nodes.append(Node(merged, ops=0))
         elif op.kind in PRODUCTS or op.kind == "embed":
             nodes.append(Node(op, [Part(op.weights[0], op.outs[0])]))
         else:
             nodes.append(Node(op))
     return nodes
-
-
-def join_linears(nodes: list[Node]) -> list[Node]:
-    """Adjacent products with equal inputs become one op."""
-    out: list[Node] = []
-    for node in nodes:
-        last = out[-1] if out else None
-        if (
-            last is not None
-            and node.op.kind in PRODUCTS
-            and last.op.kind == node.op.kind
-            and last.op.ins == node.op.ins
-            and last.op.attrs == node.op.attrs
-            and not any(p.out in node.reads for p in last.parts)
-        ):
-            last.parts += node.parts
-        else:
-            out.append(node)
-    return out
-
-
-def residual_into_linear(nodes: list[Node], wanted: Iterable[Value]) -> list[Node]:
-    """``add(a, linear(x))`` becomes a linear that adds ``a``, where nothing else reads the product."""
-    readers: dict[int, int] = defaultdict(int)
-    for node in nodes:
-        for value in node.reads:
-            readers[value.id] += 1
-    for value in wanted:
-        readers[value.id] += 1
-    out: list[Node] = []
-    for node in nodes:
-        last = out[-1] if out else None
-        if node.op.kind == "add" and last is not None and last.op.kind == "linear" and len(last.parts) == 1:
-            a, b = (v.value for v in node.op.ins)
-            part = last.parts[0]
-            if part.out == b and part.residual is None and readers[b.id] == 1 and a != b:
-                last.parts = [Part(part.w, node.op.outs[0], a)]
-                continue
-        out.append(node)
-    return out
 
 
 def quantize_with_producer(nodes: list[Node], fuse: bool) -> list[Node]:
@@ -141,7 +79,7 @@ def quantize_with_producer(nodes: list[Node], fuse: bool) -> list[Node]:
                 node.quantizes = True
             else:
                 op = Op("quantize", (), (value.view(),))
-                out.append(Node(op, quantizes=True))
+                out.append(Node(op, ops=0, quantizes=True))
     return out
 
 

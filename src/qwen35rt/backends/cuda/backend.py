@@ -72,7 +72,8 @@ class CudaExecutable:
         )
         self._weights: dict[int, tuple[Any, Any]] = {}  # by id: the program keeps its tensors alive
         self._lowered: dict[bool, Lowered] = {}
-        self._graphs: dict[Step, Callable[[], None] | None] = {}  # None: ran once, to be captured next time
+        # With the ops that each launches. None: ran once, to be captured next time.
+        self._graphs: dict[Step, tuple[Callable[[], None], int] | None] = {}
         self._tops: dict[int, TopK] = {}
         # Rows, sequences and pages of most steps; a step that needs more makes room.
         self._step: Any = launcher.empty((len(HEADER) + 8 * limits.rows + 8 * limits.slots + limits.pages,), np.int32)
@@ -108,7 +109,7 @@ class CudaExecutable:
         """One step; see Executable.run."""
         began = time.perf_counter()
         with self.launcher.activate():
-            lowered, op_seconds = self._launch(batch, keep, None)
+            lowered, ran, op_seconds = self._launch(batch, keep, None)
             gathered = {v.name: v.gathered for v in self.program.values}
             values = {
                 name: self.launcher.download(
@@ -120,7 +121,7 @@ class CudaExecutable:
             if len(self._logits) < n:
                 self._logits = self.launcher.host((n, self.program.logits.width), np.float32)
             logits: Float = self.launcher.download(lowered.logits[:n], self._logits[:n])
-        return logits, self._report(batch, began, op_seconds, values)
+        return logits, self._report(batch, ran, began, op_seconds, values)
 
     def run_top(self, batch: Batch, k: int) -> tuple[Int, Float, StepReport]:
         """One step whose logits stay on the device: -> token ids int32 and logits float32 [N, k], the largest first,
@@ -131,17 +132,19 @@ class CudaExecutable:
         with self.launcher.activate():
             if k not in self._tops:
                 self._tops[k] = TopK(self.launcher, self._get_lowered(False).logits, self._step, k)
-            _, op_seconds = self._launch(batch, (), k)
+            _, ran, op_seconds = self._launch(batch, (), k)
             n = len(batch.out_rows)
             ids: Int = self.launcher.download(self._tops[k].ids[:n])
             logits: Float = self.launcher.download(self._tops[k].values[:n])
-        return ids, logits, self._report(batch, began, op_seconds, {})
+        return ids, logits, self._report(batch, ran, began, op_seconds, {})
 
-    def _report(self, batch: Batch, began: float, op_seconds: dict[str, float], values: dict[str, Float]) -> StepReport:
-        seconds = time.perf_counter() - began
-        return StepReport({"cuda": len(self.program.ops)}, seconds, len(batch.tokens), op_seconds, values)
+    def _report(
+        self, batch: Batch, ran: int, began: float, op_seconds: dict[str, float], values: dict[str, Float]
+    ) -> StepReport:
+        return StepReport({"cuda": ran}, time.perf_counter() - began, len(batch.tokens), op_seconds, values)
 
-    def _launch(self, batch: Batch, keep: Sequence[str], top: int | None) -> tuple[Lowered, dict[str, float]]:
+    def _launch(self, batch: Batch, keep: Sequence[str], top: int | None) -> tuple[Lowered, int, dict[str, float]]:
+        """-> the program's launches, how many of its ops were launched, seconds by kind of op."""
         check_batch(batch, self.limits, self.program.n_vocab)
         unknown = set(keep) - {v.name for v in self.program.values}
         if unknown:
@@ -150,40 +153,39 @@ class CudaExecutable:
         lowered = self._get_lowered(bool(keep))
         step = self._step_of(batch)
         bucket = None if keep or self.profile else self._bucket(batch)
-        if bucket is None:
-            seconds = self._go_timed(lowered, step) if self.profile else self._go(lowered, step)
+        seconds: dict[str, float] = {}
+        if bucket is not None:
+            ran = self._replay(lowered, bucket)
+        elif self.profile:
+            ran, seconds = self._go_timed(lowered, step)
         else:
-            seconds = {}
-            self._replay(lowered, bucket)
+            ran = lowered.go(step)
         if top is not None:
             self._tops[top].go(step)
-        return lowered, seconds
+        return lowered, ran, seconds
 
-    def _go(self, lowered: Lowered, step: Step) -> dict[str, float]:
-        lowered.go(step)
-        return {}
-
-    def _go_timed(self, lowered: Lowered, step: Step) -> dict[str, float]:
+    def _go_timed(self, lowered: Lowered, step: Step) -> tuple[int, dict[str, float]]:
         """Waits behind each op: the sum is more than a step takes."""
-        seconds: dict[str, float] = defaultdict(float)
-        for kind, launches in lowered.ops:
-            began = time.perf_counter()
-            for go in launches:
-                go(step)
+        ran, seconds, began = 0, defaultdict[str, float](float), time.perf_counter()
+        for kind, ops in lowered.each(step):
             self.launcher.synchronize()
-            seconds[kind] += time.perf_counter() - began
-        return dict(seconds)
+            now = time.perf_counter()
+            ran, seconds[kind], began = ran + ops, seconds[kind] + now - began, now
+        return ran, dict(seconds)
 
-    def _replay(self, lowered: Lowered, bucket: Step) -> None:
+    def _replay(self, lowered: Lowered, bucket: Step) -> int:
         """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph."""
         if bucket not in self._graphs:
             self._graphs[bucket] = None
-            lowered.go(bucket)
-            return
-        graph = self._graphs[bucket]
-        if graph is None:
-            graph = self._graphs[bucket] = self.launcher.capture(lambda: lowered.go(bucket))
+            return lowered.go(bucket)
+        made = self._graphs[bucket]
+        if made is None:
+            launched: list[int] = []
+            graph = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
+            made = self._graphs[bucket] = graph, sum(launched)
+        graph, ran = made
         graph()
+        return ran
 
     def _bucket(self, batch: Batch) -> Step | None:
         """Sizes of the graph that serves a step of one row for each sequence; None for other steps."""

@@ -5,7 +5,7 @@ Receives the launcher; imports no device library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy.typing as npt
 from ...model.program import Program, Value, View
 from ...model.weights import QTensor
 from ..base import Limits
-from .fusion import QUANTIZING, Node, fuse, quantizers, to_nodes
-from .interface import NOTHING, Grid, Launcher
+from ..fusion import QUANTIZING
+from .fusion import Node, fuse, quantizers, to_nodes
+from .interface import NOTHING, Grid, Kernel, Launcher
 from .memory import AT, needs, share_buffers, wanted_values
 
 Go = Callable[["Step"], None]
@@ -51,20 +52,48 @@ class Pools:
     conv: Any
 
 
+class Counted:
+    """What lowering needs of a launcher; ``launches`` counts the kernels that were launched."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self.empty, self.upload = launcher.empty, launcher.upload
+        self.launches = 0
+
+    def kernel(self, file: str, variant: str, name: str) -> Kernel:
+        """See Launcher.kernel."""
+        kernel = self._launcher.kernel(file, variant, name)
+
+        def launch(grid: Grid, block: int, shared_bytes: int, args: tuple[Any, ...]) -> None:
+            kernel(grid, block, shared_bytes, args)
+            self.launches += 1
+
+        return launch
+
+
 @dataclass(frozen=True)
 class Lowered:
-    """Launches of each op with its kind, in order; where values are; bytes of all buffers."""
+    """For each node its kind, the program's ops that it stands for, and its launches, in order; where values are; bytes
+    of all buffers."""
 
-    ops: tuple[tuple[str, tuple[Go, ...]], ...]
+    nodes: tuple[tuple[str, int, tuple[Go, ...]], ...]
     values: dict[str, Any]
     logits: Any
     nbytes: int
+    launcher: Counted
 
-    def go(self, step: Step) -> None:
-        """Launch everything."""
-        for _, launches in self.ops:
+    def each(self, step: Step) -> Iterator[tuple[str, int]]:
+        """Launch node by node: -> kind, and the program's ops that were launched with it: none where it has nothing to
+        do, as behind ``gather_rows`` where no logits are wanted."""
+        for kind, ops, launches in self.nodes:
+            before = self.launcher.launches
             for go in launches:
                 go(step)
+            yield kind, ops if self.launcher.launches > before else 0
+
+    def go(self, step: Step) -> int:
+        """Launch everything; -> the program's ops that were launched."""
+        return sum(ops for _, ops in self.each(step))
 
 
 def i32(*numbers: int) -> tuple[np.int32, ...]:
@@ -96,7 +125,7 @@ class Lowering:
         keep: bool,
         tensor_cores: bool,
     ) -> None:
-        self.program, self.limits, self.launcher, self.pools = program, limits, launcher, pools
+        self.program, self.limits, self.launcher, self.pools = program, limits, Counted(launcher), pools
         self.step, self.weight, self.tensor_cores = step, weight, tensor_cores
         wanted = wanted_values(program, keep)
         self.nodes = to_nodes(program) if keep else fuse(program, wanted)
@@ -109,7 +138,7 @@ class Lowering:
         self._buffers = {key: made[number] for key, number in chosen.items()}
         self._quantised: set[int] = set()
         self._quantizers = quantizers(self.nodes)
-        self._parts: Any = None
+        self._rooms: dict[Hashable, Any] = {}
 
     def array(self, value: Value) -> Any:
         """A value [rows, width]."""
@@ -132,12 +161,19 @@ class Lowering:
         self.launcher.upload(array, host)
         return array
 
-    def parts(self, heads: int, dim: int) -> Any:
-        """Room for the pieces' sums, shared by all layers."""
-        if self._parts is None:
-            self._parts = self.launcher.empty((part_rows(self.limits) * heads * (dim + 2),), np.float32)
-            self.nbytes += self._parts.nbytes
-        return self._parts
+    def room(self, key: Hashable, size: int, dtype: npt.DTypeLike) -> Any:
+        """Memory of ``size`` numbers for what one launch leaves to a later one; all layers share that of a key."""
+        array = self._rooms.get(key)
+        if array is None:
+            array = self._rooms[key] = self.launcher.empty((size,), dtype)
+            self.nbytes += array.nbytes
+        if array.size != size:
+            raise ValueError(f"{key}: {size} numbers are wanted of a room of {array.size}")
+        return array
+
+    def has_room(self, key: Hashable) -> bool:
+        """Whether a room was asked for before."""
+        return key in self._rooms
 
     def launch(
         self, file: str, name: str, grid: Callable[[Step], Grid], block: int, shared: int, *args: Any, variant: str = ""

@@ -14,24 +14,30 @@ import numpy as np
 from ...errors import BackendError
 from ...model.program import Op, Value
 from ...model.weights import QTensor
-from .fusion import Node, Part
-from .interface import NOTHING
-from .lowering import Go, Lowered, Lowering, Step, count, i32, up
+from ..fusion import Part
+from . import experts
+from .fusion import Node
+from .interface import NOTHING, Grid
+from .lowering import Go, Lowered, Lowering, Step, count, i32, part_rows, up
+from .tiles import LARGE_FROM, TILES, TILES_FROM, has_tiles, tile_bytes
 
 # Sizes that kernels are written for; see the constants of the same names in cuda/.
 WARPS, ROWS_OF_WARP, MAX_PARTS = 4, 2, 4
 QUERIES, CHUNK, MAX_HEAD_DIM = 16, 32, 256
-TILE_ROWS, TILE_X, TILES_BYTES = 64, 64, 24_576
-TILES_FROM = 16  # rows of x from which tiles on tensor cores take less time than passes over 8 rows
+TILE_QUERIES, TILE_KEYS, TILE_DIMS = 32, 64, (64, 128, 256)
+ATTENTION_TILES_FROM = 16  # rows of a sequence from which attention is on tensor cores
 CONV_TILE, MAX_TAPS = 32, 8
 DELTA_LANES, DELTA_ROWS, DELTA_COLUMNS = 8, 32, (4, 8, 16, 32)
+DELTA_CHUNK, DELTA_VALUES, DELTA_SQUARE, DELTA_ROOM = 32, 16, 36, 64
+CHUNKS_FROM = 64  # rows of a sequence from which the delta rule takes chunks
+ALL_LENGTHS = 2**31 - 1
 
 
 def lower(lo: Lowering) -> Lowered:
     """All launches of a program. Raises BackendError for sizes that no kernel is written for."""
-    ops = tuple((node.op.kind, tuple(LOWER[node.op.kind](lo, node))) for node in lo.nodes)
+    nodes = tuple((node.op.kind, node.ops, tuple(LOWER[node.op.kind](lo, node))) for node in lo.nodes)
     values = {v.name: lo.array(v) for v in lo.program.values if lo.has(v)}
-    return Lowered(ops, values, lo.array(lo.program.logits), lo.nbytes)
+    return Lowered(nodes, values, lo.array(lo.program.logits), lo.nbytes, lo.launcher)
 
 
 # ------------------------------------------------------------------------------------------ ops
@@ -74,15 +80,17 @@ def _products(lo: Lowering, value: Value, parts: list[Part]) -> Iterator[Go]:
     args += [x, lo.step, *i32(count(gathered), w.cols, w.row_bytes)]
     kernels = {n: lo.launcher.kernel("linear", w.format.name, f"linear_{n}") for n in (1, 2, 4, 8)}
     blocks = sum(up(p.w.rows, WARPS * ROWS_OF_WARP) for p in parts)
-    tile_blocks = sum(up(p.w.rows, TILE_ROWS) for p in parts)
-    tiles = None
-    if w.format.quantized and lo.tensor_cores:
-        tiles = lo.launcher.kernel("linear_tiles", w.format.name, "linear_tiles")
+    tiles = {}
+    if lo.tensor_cores and has_tiles(w):
+        tiles = {n: lo.launcher.kernel("linear_tiles", w.format.name, f"linear_tiles_{n}") for n in TILES}
 
     def go(step: Step) -> None:
         rows = step.of(gathered)
-        if tiles is not None and rows >= TILES_FROM:
-            tiles((tile_blocks, up(rows, TILE_X), 1), 128, TILES_BYTES, tuple(args))
+        if tiles and rows >= TILES_FROM:
+            grids = {n: (sum(up(p.w.rows, n) for p in parts), up(rows, n), 1) for n in TILES}
+            small, large = TILES
+            n = large if rows > small and grids[large][0] * grids[large][1] >= LARGE_FROM else small
+            tiles[n](grids[n], 2 * n, tile_bytes(w, n), tuple(args))
         elif rows:
             n = 8 if rows > 4 else 4 if rows > 2 else rows
             kernels[n]((blocks, up(rows, n), 1), 32 * WARPS, 0, tuple(args))
@@ -96,13 +104,19 @@ def moe_linear(lo: Lowering, node: Node) -> Iterator[Go]:
     data, scale = lo.weight(w)
     x, before = _input(lo, op.ins[0].value, w)
     yield from before
+    most = experts.from_rows(lo, op)
+    if most is not None:
+        yield from experts.grouped(lo, op, x, most)
     scales = 0 if w.scale is None else w.scale.size
     sizes = i32(w.n_expert, scales, used, w.rows, w.cols, w.row_bytes)
     args = data, scale, x, lo.array(op.ins[1].value), lo.array(op.outs[0]), lo.step, *sizes
     name, depth = ("moe_linear_reduce", 1) if reduce else ("moe_linear", used)
     blocks = up(w.rows, WARPS)
-    form = w.format.name
-    yield lo.launch("moe_linear", name, lambda s: (blocks, s.rows, depth), 32 * WARPS, 0, *args, variant=form)
+
+    def grid(step: Step) -> Grid:
+        return blocks, step.rows if most is None or step.rows < most else 0, depth
+
+    yield lo.launch("moe_linear", name, grid, 32 * WARPS, 0, *args, variant=w.format.name)
 
 
 def _heads(lo: Lowering, op: Op | None) -> tuple[Any, ...]:
@@ -211,20 +225,35 @@ def attention(lo: Lowering, node: Node) -> Iterator[Go]:
     op = node.op
     q, kv_heads = op.ins[0], op.attrs["kv_heads"]
     heads, dim, group = q.heads, q.dim, q.heads // kv_heads
-    out, parts = lo.array(op.outs[0]), lo.parts(heads, dim)
+    out = lo.array(op.outs[0])
+    parts = lo.room(("parts", heads, dim), part_rows(lo.limits) * heads * (dim + 2), np.float32)
     pool = _pool(lo, op)
     shared = 4 * (QUERIES * dim + CHUNK * (dim + 1) + QUERIES * CHUNK)
-    args = *lo.view(q), lo.pools.keys, lo.pools.values, out, parts, lo.step, *pool, np.int32(heads)
+    on_tiles = lo.tensor_cores and lo.limits.kv_dtype == "f16" and dim in TILE_DIMS
+    below = ATTENTION_TILES_FROM if on_tiles else ALL_LENGTHS
+    args = *lo.view(q), lo.pools.keys, lo.pools.values, out, parts, lo.step, *pool, *i32(heads, below)
     attend = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention")
     merge = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention_merge")
 
     def go(step: Step) -> None:
-        tiles = sum(up(n * group, QUERIES) for n in step.counts)
-        attend((tiles, kv_heads, max(step.pieces, 1)), 128, shared, (*args, np.int32(step.pieces > 0)))
+        tiles = sum(up(n * group, QUERIES) for n in step.counts if n < below)
+        if tiles:
+            attend((tiles, kv_heads, max(step.pieces, 1)), 128, shared, (*args, np.int32(step.pieces > 0)))
         if step.pieces:
             merge((up(heads, 4), step.rows, 1), 128, 0, (parts, out, lo.step, *i32(heads, dim, step.pieces)))
 
     yield go
+    if on_tiles:
+        tile_bytes = 2 * ((2 * TILE_QUERIES + TILE_KEYS) * (dim + 8) + 2 * TILE_QUERIES * (TILE_KEYS + 8))
+        in_tiles = lo.launcher.kernel("attention_tiles", "", f"attention_tiles_{dim}")
+        tile_args = *lo.view(q), lo.pools.keys, lo.pools.values, out, lo.step, *pool[:-1], *i32(heads, below)
+
+        def go_in_tiles(step: Step) -> None:
+            tiles = sum(up(n * group, TILE_QUERIES) for n in step.counts if n >= below)
+            if tiles:
+                in_tiles((tiles, kv_heads, 1), 128, tile_bytes, tile_args)
+
+        yield go_in_tiles
 
 
 def conv1d_silu(lo: Lowering, node: Node) -> Iterator[Go]:
@@ -254,11 +283,39 @@ def delta_net(lo: Lowering, node: Node) -> Iterator[Go]:
     columns = next((c for c in DELTA_COLUMNS if c * DELTA_LANES >= d), None)
     if columns is None:
         raise BackendError(f"delta-rule heads of {d}; the CUDA kernels take up to {DELTA_LANES * DELTA_COLUMNS[-1]}")
-    args = *lo.view(q), *lo.view(k), np.int32(k.heads), *lo.view(v), lo.array(gates.value), lo.pools.delta
-    sizes = i32(lo.program.state.delta_layers, op.layer, d)
-    name, blocks = f"delta_net_{columns}", up(d, DELTA_ROWS)
-    out = lo.array(op.outs[0])
-    yield lo.launch("delta_net", name, lambda s: (blocks, heads, len(s.counts)), 256, 0, *args, out, lo.step, *sizes)
+    name, blocks, out = f"delta_net_{columns}", up(d, DELTA_ROWS), lo.array(op.outs[0])
+    keys, g, sizes = (
+        (*lo.view(q), *lo.view(k), np.int32(k.heads)),
+        lo.array(gates.value),
+        i32(lo.program.state.delta_layers, op.layer, d),
+    )
+    in_chunks = lo.tensor_cores and lo.limits.rows >= CHUNKS_FROM
+    below = np.int32(CHUNKS_FROM if in_chunks else ALL_LENGTHS)
+    row_after_row = lo.launcher.kernel("delta_net", "", name)
+    args = *keys, *lo.view(v), g, lo.pools.delta, out, lo.step, below, *sizes
+
+    def go(step: Step) -> None:
+        if min(step.counts) < below:
+            row_after_row((blocks, heads, len(step.counts)), 256, 0, args)
+
+    yield go
+    if in_chunks:
+        room = lo.room(("delta_chunks", heads), lo.limits.rows * heads * DELTA_ROOM, np.float32)
+        ld = 4 * up(d, 4) + 4
+        squares = 2 * DELTA_CHUNK * DELTA_SQUARE
+        prepare_bytes = 4 * (2 * DELTA_CHUNK * ld + squares + DELTA_CHUNK)
+        walk_bytes = 4 * ((2 * DELTA_CHUNK + DELTA_VALUES) * ld + squares + DELTA_CHUNK * (2 * DELTA_VALUES + 3))
+        prepare, walk = (lo.launcher.kernel("delta_chunks", "", n) for n in ("delta_prepare", "delta_walk"))
+        prepare_args = *keys, g, room, lo.step, below, np.int32(d)
+        walk_args = *keys, *lo.view(v), g, room, lo.pools.delta, out, lo.step, below, *sizes
+
+        def go_in_chunks(step: Step) -> None:
+            longest, seqs = max(step.counts), len(step.counts)
+            if longest >= CHUNKS_FROM:
+                prepare((up(longest, DELTA_CHUNK), heads, seqs), 128, prepare_bytes, prepare_args)
+                walk((up(d, DELTA_VALUES), heads, seqs), 128, walk_bytes, walk_args)
+
+        yield go_in_chunks
 
 
 def moe_route(lo: Lowering, node: Node) -> Iterator[Go]:

@@ -13,12 +13,12 @@ from ...errors import KernelCompileError
 from ...formats import FORMATS
 
 _INCLUDE = re.compile(r'^# *include "([\w.]+)"$', re.MULTILINE)
-_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(\d+\)\s+)?(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([\d, ]+\)\s+)?(\w+)\(')
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 # Files that are compiled for each weight format, and for each type of pages; the others are compiled once.
-BY_FORMAT = ("embed", "linear", "moe_linear", "linear_tiles")
-QUANTISED_ONLY = ("linear_tiles",)
+BY_FORMAT = ("embed", "linear", "moe_linear", "linear_tiles", "moe_tiles")
+TILED = ("linear_tiles", "moe_tiles")  # for all formats but F32
 BY_PAGES = ("attention", "kv_append")
 PAGE_DEFINES = {"f16": "QRT_KV_F16", "f32": "QRT_KV_F32"}
 
@@ -59,7 +59,7 @@ def kernels(file: str) -> list[str]:
     """Names of the kernels of a file; those that a macro makes (``delta_net_##COLUMNS``) are written out."""
     text = source(file)
     made = [name for name in _KERNEL.findall(text) if not name.endswith("_")]
-    for stem, argument in re.findall(r"__launch_bounds__\(\d+\)[\s\\]+(\w+_)##(\w+)\(", text):
+    for stem, argument in re.findall(r"__launch_bounds__\([\d, ]+\)[\s\\]+(\w+_)##(\w+)\(", text):
         users = re.findall(rf"^{stem.rstrip('_').upper()}\((\w+)\)$", text, re.MULTILINE)
         made += [stem + value for value in users if value != argument]
     return made
@@ -68,7 +68,7 @@ def kernels(file: str) -> list[str]:
 def variants(file: str) -> list[str]:
     """What a file is compiled for: names of weight formats, types of pages, or one empty name."""
     if file in BY_FORMAT:
-        return [f.name for f in FORMATS if f.quantized or file not in QUANTISED_ONLY]
+        return [f.name for f in FORMATS if f.name != "F32" or file not in TILED]
     return list(PAGE_DEFINES) if file in BY_PAGES else [""]
 
 
