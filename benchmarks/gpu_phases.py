@@ -187,9 +187,10 @@ class Phase:
                 for _ in range(1 + 4 * sizes.repeats):
                     launcher.synchronize()
                     began = time.perf_counter()
-                    kernel((blocks, 1, 1), (256, 1, 1), args)
+                    for _ in range(sizes.repeats):
+                        kernel((blocks, 1, 1), (256, 1, 1), args)
                     launcher.synchronize()
-                    times.append(time.perf_counter() - began)
+                    times.append((time.perf_counter() - began) / sizes.repeats)
                 return min(times[1:])
 
             read = sizes.peak_bytes / best("read_words", data, out, np.int32(len(data))) / 1e9
@@ -234,21 +235,26 @@ class Phase:
                 share=steps * weights / 1e9,
                 detail=f"with state, keys and values {steps * (weights + kept) / 1e9:.0f} GB/s",
             )
-        per_row, wanted = model.products_per_token(found.program)
-        for step_rows in sizes.step_rows:
-            for prompt in sizes.prompts:
-                if step_rows == sizes.step_rows[0] or prompt == sizes.prompts[len(sizes.prompts) // 2]:
-                    rate = prompt / runs.prefill(prompt, step_rows, 1 if prompt > 10_000 else sizes.repeats)
-                    work = 2 * (per_row + wanted * -(-prompt // step_rows) / prompt) * rate / 1e12
-                    name = f"prefill of {prompt}, steps of {step_rows}"
-                    row(name, rate, "tokens/s", share_of="int8", share=work)
+            row(f"the same, steps on the device alone ({sequences})", 1e3 * runs.device_step(), "ms")
+        long = [prompt for prompt in sizes.prompts if prompt > 10_000]
+        self._prefills(found.program, runs, [prompt for prompt in sizes.prompts if prompt not in long])
         first = runs.prefill(sizes.first_token, sizes.step_rows[0], sizes.repeats)
         row(f"first token of {sizes.first_token}", 1e3 * first, "ms")
         for name, op_seconds in runs.profiles():
             total = sum(op_seconds.values())
             for kind, seconds in sorted(op_seconds.items(), key=lambda item: -item[1])[:8]:
                 row(f"{name}: {kind}", 1e3 * seconds, "ms", detail=f"{seconds / total:.0%} (waiting behind each op)")
+        self._prefills(found.program, runs, long)
         exe.close()
+
+    def _prefills(self, program: Any, runs: Runs, prompts: list[int]) -> None:
+        """Each prompt in the usual steps, and the last one that is not long in longer steps, too."""
+        per_row, wanted = model.products_per_token(program)
+        usual, longer = self.sizes.step_rows
+        for prompt, rows in [*((p, usual) for p in prompts), *((p, longer) for p in prompts[-1:] if p <= 10_000)]:
+            rate = prompt / runs.prefill(prompt, rows, 1 if prompt > 10_000 else self.sizes.repeats)
+            work = 2 * (per_row + wanted * -(-prompt // rows) / prompt) * rate / 1e12
+            row(f"prefill of {prompt}, steps of {rows}", rate, "tokens/s", share_of="int8", share=work)
 
     def _against_cpu(self, program: Any, exe: CudaExecutable) -> None:
         """Logits of the real shapes: of 20 rows at once (tiles on tensor cores), and of one row behind them."""
@@ -304,6 +310,18 @@ class Runs:
                 began = time.perf_counter()
             ids = self.exe.run_top(_decode_batch(ids, depth + step, pages), 1)[0][:, 0].copy()
         return sequences * steps / (time.perf_counter() - began)
+
+    def device_step(self) -> float:
+        """Seconds of the graph that was captured last, without what the host does for a step."""
+        graph = [graph for graph in self.exe._graphs.values() if graph is not None][-1]
+        with self.exe.launcher.activate():
+            graph()
+            self.exe.launcher.synchronize()
+            began = time.perf_counter()
+            for _ in range(self.sizes.steps):
+                graph()
+            self.exe.launcher.synchronize()
+        return (time.perf_counter() - began) / self.sizes.steps
 
     def profiles(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Seconds by kind of op of a decode step and of a step of a prefill."""
