@@ -22,10 +22,10 @@ struct Places {
 
 INLINE int place_of(const Places &p, int i) { return p.list ? p.list[p.first + i] : p.first + i; }
 
-// The row of x for row i of a tile; rows beyond the last repeat it.
+// The row of x for row i of a tile. There is none for rows from `count` on: what shared memory has
+// there goes to sums of their own, which nobody stores.
 INLINE int x_row(const Places &p, int i) {
-    int place = place_of(p, i < p.count ? i : p.count - 1);
-    return p.sharing == 1 ? place : place / p.sharing;
+    return p.sharing == 1 ? place_of(p, i) : place_of(p, i) / p.sharing;
 }
 
 // A weight row of a tile; rows beyond the last repeat it.

@@ -15,6 +15,10 @@ template <int TILE> struct Tiles {
     float x[2][TILE][40];
 };
 
+struct __align__(8) Two {
+    float a, b;
+};
+
 template <int TILE>
 INLINE void fetch(Tiles<TILE> &tiles, const Matrix &m, const Places &p, const float *x, int first,
                   int cols) {
@@ -26,6 +30,7 @@ INLINE void fetch(Tiles<TILE> &tiles, const Matrix &m, const Places &p, const fl
     }
     for (int i = threadIdx.x; i < 8 * TILE; i += threads) {
         const int r = i / 8, part = i % 8;
+        if (r >= p.count) continue;
         const Words *from = (const Words *)(x + (i64)x_row(p, r) * cols + first);
         copy_ahead((Words *)tiles.x[half][r] + part, from + part);
     }
@@ -56,8 +61,8 @@ INLINE float scale_row(float (&)[4]) { return 1; } // it holds every size
 #endif
 
 template <int TILE>
-INLINE void multiply(const Tiles<TILE> &tiles, int first, int, int count, Sums<TILE> &sum) {
-    const int half = first / 32 % 2, g = threadIdx.x % 32 / 4, k = threadIdx.x % 4;
+INLINE void multiply(const Tiles<TILE> &tiles, int from, int, int count, Sums<TILE> &sum) {
+    const int half = from / 32 % 2, g = threadIdx.x % 32 / 4, k = threadIdx.x % 4;
     const int row0 = lane_row<TILE>(), x0 = warp_x();
 #pragma unroll 1
     for (int step = 0; step < 2; step++) { // 16 columns each
@@ -72,7 +77,8 @@ INLINE void multiply(const Tiles<TILE> &tiles, int first, int, int count, Sums<T
         for (int j = 0; j < 4; j++) {
             if (x0 + 8 * j >= count) continue; // the same for all lanes of a warp
             const float *x = tiles.x[half][x0 + 8 * j + g] + 16 * step + 2 * k;
-            float v[4] = {x[0], x[1], x[8], x[9]};
+            const Two first = *(const Two *)x, second = *(const Two *)(x + 8);
+            float v[4] = {first.a, first.b, second.a, second.b};
             const float scale = scale_row(v);
             int high[2], low[2];
 #pragma unroll

@@ -5,11 +5,18 @@
 
 typedef Quants tile_input;
 
-// 12 words a row, as Quants: rows of fragments lie in different banks.
+struct __align__(16) Row : Unit {}; // to be written 16 bytes at a time
+
+// Rows of 12 words: those of fragments lie in different banks. Units are apart by what puts those
+// of two (128: four) rows in different banks when they are written.
 template <int TILE> struct Tiles {
     static const int UNITS = 256 / TILE, COLUMNS = 32 * UNITS; // at once
-    Unit w[2][UNITS][TILE];
-    Quants x[2][UNITS][TILE];
+    template <class T> struct Column {
+        T row[TILE];
+        u32 apart[TILE / 8];
+    };
+    Column<Row> w[2][UNITS];
+    Column<Quants> x[2][UNITS];
 };
 
 INLINE int half_of_tiles(int first, int columns) { return first / columns % 2; }
@@ -23,16 +30,16 @@ INLINE void fetch(Tiles<TILE> &tiles, const Matrix &m, const Places &p, const Qu
     const int half = half_of_tiles(first, Tiles<TILE>::COLUMNS), unit0 = first / 32;
     for (int i = threadIdx.x; i < 3 * UNITS * TILE; i += threads) {
         const int r = i / (3 * UNITS), unit = i / 3 % UNITS, part = i % 3; // of 16 bytes
-        if (unit0 + unit >= units) continue;
+        if (r >= p.count || unit0 + unit >= units) continue;
         const Quants *from = x + (i64)x_row(p, r) * units + unit0 + unit;
-        copy_ahead((Words *)&tiles.x[half][unit][r] + part, (const Words *)from + part);
+        copy_ahead((Words *)&tiles.x[half][unit].row[r] + part, (const Words *)from + part);
     }
     for (int i = threadIdx.x; i < UNITS * TILE; i += threads) {
         const int unit = i % UNITS, r = i / UNITS;
         if (unit0 + unit >= units) continue;
-        Unit u;
+        Row u;
         unpack_unit(weight_row(m, r), unit0 + unit, u);
-        tiles.w[half][unit][r] = u;
+        tiles.w[half][unit].row[r] = u;
     }
 }
 
@@ -43,7 +50,7 @@ INLINE void multiply(const Tiles<TILE> &tiles, int first, int cols, int count, S
     const int row0 = lane_row<TILE>(), x0 = warp_x();
 #pragma unroll 1
     for (int unit = 0; unit < Tiles<TILE>::UNITS && first + 32 * unit < cols; unit++) {
-        const Unit *w = tiles.w[half][unit] + row0;
+        const Unit *w = tiles.w[half][unit].row + row0;
         int a[TILE / 32][4];
 #pragma unroll
         for (int m = 0; m < TILE / 32; m++)
@@ -52,7 +59,7 @@ INLINE void multiply(const Tiles<TILE> &tiles, int first, int cols, int count, S
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (x0 + 8 * j >= count) continue; // the same for all lanes of a warp
-            const Quants *x = tiles.x[half][unit] + x0 + 8 * j;
+            const Quants *x = tiles.x[half][unit].row + x0 + 8 * j;
             const Quants &left = x[2 * k], &right = x[2 * k + 1];
             int b[2] = {x[g].q[k], x[g].q[k + 4]};
 #pragma unroll
@@ -78,7 +85,7 @@ INLINE void multiply(const Tiles<TILE> &tiles, int first, int cols, int count, S
 #pragma unroll
         for (int j = 0; MINIMA && j < 4; j++) {
             if (x0 + 8 * j >= count) continue;
-            const Quants &left = tiles.x[half][unit][x0 + 8 * j + 2 * k], &right = *(&left + 1);
+            const Quants &left = tiles.x[half][unit].row[x0 + 8 * j + 2 * k], &right = *(&left + 1);
 #pragma unroll
             for (int i = 0; i < TILE / 8; i++) {
                 const Unit &u = w[8 * (i / 2)];

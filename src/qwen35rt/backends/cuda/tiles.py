@@ -18,5 +18,5 @@ def has_tiles(w: QTensor) -> bool:
 def tile_bytes(w: QTensor, tile: int) -> int:
     """Shared memory of a block: two halves of rows of weights and of x."""
     if w.format.quantized:
-        return 2 * 256 * (48 + 48)
+        return 2 * (256 * (48 + 48) + 2 * 128)
     return 2 * tile * (80 + 160)
