@@ -114,7 +114,8 @@ typedef struct {
 
 typedef struct qrt_kernels qrt_kernels;
 struct qrt_product;
-#define QRT_FEW_X 3 // with at most so many x rows, reading the weights takes longest
+#define QRT_FEW_X 3    // with at most so many x rows, reading the weights takes longest
+#define QRT_DIRECT_X 4 // with at most so many, many formats do without a panel
 
 // What an op sees while a thread works on it.
 typedef struct {
@@ -154,7 +155,7 @@ struct qrt_kernels {
     // the squared error, finite and not negative. Returns a status. NULL: the format is only read.
     int (*quantize[QRT_N_FORMATS])(const float *x, const float *importance, uint8_t *row,
                                    int64_t n);
-    // A few x rows (at most QRT_FEW_X) with weight rows row0 .. row0 + rows, straight from the
+    // A few x rows (at most QRT_DIRECT_X) with weight rows row0 .. row0 + rows, straight from the
     // blocks. Returns how many of these rows are done: none for formats that it lacks. NULL: the
     // level and those below have none. See kernels/linear.c for what it is given.
     int64_t (*direct)(const struct qrt_product *, int64_t row0, int64_t rows);

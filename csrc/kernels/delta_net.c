@@ -7,6 +7,7 @@
 #include "scratch.h"
 
 #define GROUP 4 // state rows of one pass
+#define AHEAD 2 // so many tokens before it is its turn, a token's rows are fetched
 
 // What a pass needs of a token.
 typedef struct {
@@ -89,6 +90,22 @@ INLINE token token_at(const walk *w, int64_t t, float *pad, int64_t ld) {
     return x;
 }
 
+// Rows of q, k and v are far apart, in places that the processor does not foresee: they are fetched
+// while the token before is worked on.
+INLINE void fetch_token(const walk *w, int64_t t) {
+    enum { LINE = 16 }; // floats
+    const qrt_view *q = &w->op->in[0], *k = &w->op->in[1], *v = &w->op->in[2];
+    const int64_t r = w->row + t, key_head = w->head % k->heads;
+    const float *kp = k->ptr + r * k->ld + key_head * k->stride,
+                *qp = q->ptr + r * q->ld + key_head * q->stride;
+    for (int64_t i = 0; i < w->d; i += LINE) {
+        __builtin_prefetch(kp + i, 0, 3);
+        __builtin_prefetch(qp + i, 0, 3);
+    }
+    const float *vp = v->ptr + r * v->ld + w->head * v->stride + w->value;
+    for (int64_t i = 0; i < w->values; i += LINE) __builtin_prefetch(vp + i, 0, 3);
+}
+
 // u and the output of a group's n values, from the products with the state before the token
 INLINE void correct(const token *t, int64_t at, int64_t n, const float *sk, const float *sq,
                     float *u) {
@@ -107,6 +124,7 @@ INLINE void walk_rows(const walk *w, float *s, int64_t ld, float *pads) {
         read_group(s + g * ld, ld, ld, &now, sk + g, sq + g);
     for (int64_t t = 0; t < w->n; t++) {
         bool more = t + 1 < w->n;
+        if (t + AHEAD < w->n) fetch_token(w, t + AHEAD);
         if (more) next = token_at(w, t + 1, pads ? pads + ((t + 1) & 1) * 2 * ld : NULL, ld);
         for (int64_t g = 0; g < w->values; g += GROUP) {
             int64_t n = w->values - g < GROUP ? w->values - g : GROUP;
@@ -140,50 +158,63 @@ INLINE float *state_at(const qrt_op *op, const qrt_state *st, int32_t slot, int6
     return st->delta + ((layer * st->v_heads + head) * st->d + value) * st->d;
 }
 
+// All rows that sequence s has in the step, for QRT_DELTA_ROWS rows of a head's state from `value`.
+static void walk_part(const qrt_op *op, const qrt_ctx *c, int64_t s, int64_t h, int64_t value) {
+    const qrt_state *st = c->state;
+    const qrt_batch *b = c->batch;
+    const int64_t d = st->d;
+    walk w = {.op = op,
+              .head = h,
+              .value = value,
+              .values = d - value < QRT_DELTA_ROWS ? d - value : QRT_DELTA_ROWS,
+              .state = state_at(op, st, b->slots[s], h, value),
+              .d = d,
+              .scratch = (float *)(void *)c->scratch};
+    const size_t bytes = (size_t)(w.values * d) * sizeof(float);
+    if (b->starts[s] == 0) {
+        memset(w.state, 0, bytes);
+    } else if (b->sources[s] != b->slots[s]) {
+        memcpy(w.state, state_at(op, st, b->sources[s], h, value), bytes);
+    }
+    // One walk from save to save: cutting a walk changes no bit.
+    const int64_t last = b->row_offsets[s + 1];
+    int32_t save = qrt_first_save(b, b->row_offsets[s]);
+    for (int64_t row = b->row_offsets[s]; row < last; row += w.n) {
+        const bool saved = save < b->n_saves && b->save_rows[save] < last;
+        w.row = row;
+        w.n = (saved ? b->save_rows[save] + 1 : last) - row;
+        if (d % QF || d % GROUP) {
+            walk_padded(&w);
+        } else {
+            walk_rows(&w, w.state, d, NULL);
+        }
+        if (saved) memcpy(state_at(op, st, b->save_slots[save++], h, value), w.state, bytes);
+    }
+}
+
 // q, k: [T, key heads, d]   v, out: [T, heads, d]   gates: [T, 2 * heads], log decays then betas
 // state: [slot][layer][heads][d values][d keys] float32, updated in place
 static void delta_net(const qrt_op *op, const qrt_ctx *c) {
-    const qrt_state *st = c->state;
     const qrt_batch *b = c->batch;
-    const int64_t d = st->d, heads = st->v_heads, parts = (d + QRT_DELTA_ROWS - 1) / QRT_DELTA_ROWS;
+    const int64_t d = c->state->d, heads = c->state->v_heads;
+    const int64_t parts = (d + QRT_DELTA_ROWS - 1) / QRT_DELTA_ROWS;
     const int64_t units = b->n_seqs * heads * parts;
     const bool even = b->n_rows == b->n_seqs; // one token each: equal shares
+    // Parts of one head read the same k and q and write neighbouring lines of `out`, which threads
+    // would take from each other row after row: one thread does them all where there is enough
+    // else.
+    const int64_t together = !even && b->n_seqs * heads >= 4 * c->threads ? parts : 1;
     int64_t unit, end = units;
     if (even) {
         qrt_share(c, units, &unit, &end);
     } else {
-        unit = qrt_take(c);
+        unit = qrt_take(c) * together;
     }
-    for (; unit < end; unit = even ? unit + 1 : qrt_take(c)) {
-        int64_t s = unit / (heads * parts), h = unit / parts % heads,
-                value = unit % parts * QRT_DELTA_ROWS;
-        walk w = {.op = op,
-                  .head = h,
-                  .value = value,
-                  .values = d - value < QRT_DELTA_ROWS ? d - value : QRT_DELTA_ROWS,
-                  .state = state_at(op, st, b->slots[s], h, value),
-                  .d = d,
-                  .scratch = (float *)(void *)c->scratch};
-        const size_t bytes = (size_t)(w.values * d) * sizeof(float);
-        if (b->starts[s] == 0) {
-            memset(w.state, 0, bytes);
-        } else if (b->sources[s] != b->slots[s]) {
-            memcpy(w.state, state_at(op, st, b->sources[s], h, value), bytes);
-        }
-        // One walk from save to save: cutting a walk changes no bit.
-        int64_t last = b->row_offsets[s + 1];
-        int32_t save = qrt_first_save(b, b->row_offsets[s]);
-        for (int64_t row = b->row_offsets[s]; row < last; row += w.n) {
-            bool saved = save < b->n_saves && b->save_rows[save] < last;
-            w.row = row;
-            w.n = (saved ? b->save_rows[save] + 1 : last) - row;
-            if (d % QF || d % GROUP) {
-                walk_padded(&w);
-            } else {
-                walk_rows(&w, w.state, d, NULL);
-            }
-            if (saved) memcpy(state_at(op, st, b->save_slots[save++], h, value), w.state, bytes);
-        }
+    while (unit < end) {
+        for (int64_t i = 0; i < together; i++, unit++)
+            walk_part(op, c, unit / (heads * parts), unit / parts % heads,
+                      unit % parts * QRT_DELTA_ROWS);
+        if (!even) unit = qrt_take(c) * together;
     }
 }
 

@@ -3,7 +3,7 @@
 // formats as they lie (direct.h). Float weights: dot products along the columns. The result of a
 // row depends on its own x alone: not on the other rows, the cut into pieces or the thread.
 #include "kernels.h"
-#include "direct.h"
+#include "direct_rows.h"
 #include "float_mul.h"
 #include "panel_mul.h"
 #include "quantize.h"
@@ -76,11 +76,11 @@ INLINE row_set set_of(int64_t i, int64_t spread, int64_t rows, int size) {
 typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
 
 // One function for each kind of panel and each format's packing: products share them.
-typedef void (*mul_fn)(const panel *, int nb, const qrt_quant *, const int32_t *xs, int64_t n,
+typedef void (*mul_fn)(panel *, int nb, const qrt_quant *, const int32_t *xs, int64_t n,
                        int64_t first_block, float *acc);
 #define MUL(BITS, GROUP)                                                                           \
     static __attribute__((noinline)) void mul_##BITS##_##GROUP(                                    \
-        const panel *p, int nb, const qrt_quant *x, const int32_t *xs, int64_t n, int64_t first,   \
+        panel *p, int nb, const qrt_quant *x, const int32_t *xs, int64_t n, int64_t first,         \
         float *acc) {                                                                              \
         mul_panel(BITS, GROUP, p, nb, x, xs, n, first, acc);                                       \
     }
@@ -107,13 +107,16 @@ INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows
                           pack_fn pack, mul_fn mul) {
     _Alignas(64) uint8_t q[256 * NR];
     _Alignas(64) float s[16 * NR], m[16 * NR];
-    panel to = {q, s, m, NULL};
+    panel to = {q, s, m, NULL, NULL};
     const int64_t blocks = p->w->cols / 32, bytes = p->w->row_bytes;
     const uint8_t *from = p->data + r * bytes;
     memset(acc, 0, (size_t)p->n * NR * sizeof(float));
     for (int64_t b = 0; b < blocks; b += 8) {
         const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-        if (apart == 1) to.ahead = from + NR * bytes * (blocks + b) / blocks;
+        if (apart == 1) {
+            to.ahead = from + NR * bytes * (blocks + b) / blocks;
+            to.ahead_end = from + NR * bytes * (blocks + b + nb) / blocks;
+        }
         pack(from, apart * bytes, n_rows, b, nb, &to);
         mul(&to, nb, p->x, p->x_rows, p->n, b, acc);
     }
@@ -214,12 +217,76 @@ static int64_t direct_product_unsigned(const product *p, int64_t row0, int64_t r
                           256 / q8_0_elements * q8_0_bytes);
 }
 
+// One function for each kind of split weights: formats share them.
+typedef void (*dot_fn)(const __m256i *q, int nb, const float *s, const float *m, const qrt_quant *x,
+                       const int32_t *xs, int n, int64_t first_block, qf *acc);
+#    define DOT(BITS, GROUP)                                                                       \
+        static __attribute__((noinline)) void dot_##BITS##_##GROUP(                                \
+            const __m256i *q, int nb, const float *s, const float *m, const qrt_quant *x,          \
+            const int32_t *xs, int n, int64_t first, qf *acc) {                                    \
+            dot_all_x(BITS, GROUP, q, nb, s, m, x, xs, n, first, acc);                             \
+        }
+DOT(4, 32)
+DOT(4, 16)
+DOT(5, 32)
+DOT(6, 16)
+DOT(8, 32)
+#    undef DOT
+
+typedef void (*row_scales_fn)(const uint8_t *src, int64_t stride, int nb, const panel *to);
+typedef void (*split_fn)(const uint8_t *src, int64_t stride, int nb, __m256i *q);
+
+// As product_direct.
+INLINE int64_t product_split(const product *p, int64_t row0, int64_t rows, row_scales_fn scales,
+                             split_fn split, dot_fn dot, const int bytes) {
+    const int64_t each = rows / QF, stride = each * p->w->row_bytes, blocks = p->w->cols / 32;
+    _Alignas(64) float s[16 * NR], m[16 * NR];
+    const panel to = {NULL, s, m, NULL, NULL};
+    for (int64_t r = row0; r < row0 + each; r++) {
+        const uint8_t *src = p->data + r * p->w->row_bytes;
+        __m256i q[64];
+        qf acc[QRT_DIRECT_X];
+        for (int i = 0; i < p->n; i++) acc[i] = qf_zero();
+        for (int64_t b = 0; b < blocks; b += 8, src += bytes) {
+            const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
+            scales(src, stride, nb, &to);
+            split(src, stride, nb, q);
+            for (int i = 0; i < QF; i++) fetch_lines(src + i * stride, bytes);
+            dot(q, nb, s, m, p->x, p->x_rows, (int)p->n, b, acc);
+        }
+        for (int i = 0; i < p->n; i++) {
+            float y[QF];
+            qf_store(y, acc[i]);
+            store_rows(p, i, r, each, y, QF);
+        }
+    }
+    return each * QF;
+}
+#    define X(NAME, name, BITS, GROUP)                                                             \
+        static int64_t split_product_##name(const product *p, int64_t row0, int64_t rows) {        \
+            return product_split(p, row0, rows, scales_##name, split_##name, dot_##BITS##_##GROUP, \
+                                 256 / name##_elements * name##_bytes);                            \
+        }
+SPLIT_FORMATS(X)
+#    undef X
+
+// With more x rows than so many, it is faster to split weights once for all of them.
+#    define UNSPLIT_X 2
 static int64_t direct(const product *p, int64_t row0, int64_t rows) {
-    if (p->w->format == QRT_Q8_0 && p->signed_off) return direct_product_unsigned(p, row0, rows);
-    switch (p->w->format) {
+    if (p->w->format == QRT_Q8_0 && p->signed_off)
+        return p->n <= QRT_FEW_X ? direct_product_unsigned(p, row0, rows) : 0;
+    if (p->n <= UNSPLIT_X) {
+        switch (p->w->format) {
 #    define X(NAME, name)                                                                          \
     case QRT_##NAME: return direct_product_##name(p, row0, rows);
-        DIRECT_FORMATS(X)
+            DIRECT_FORMATS(X)
+#    undef X
+        }
+    }
+    switch (p->w->format) {
+#    define X(NAME, name, BITS, GROUP)                                                             \
+    case QRT_##NAME: return BITS == 8 && p->signed_off ? 0 : split_product_##name(p, row0, rows);
+        SPLIT_FORMATS(X)
 #    undef X
     }
     return 0;
@@ -228,7 +295,7 @@ static int64_t direct(const product *p, int64_t row0, int64_t rows) {
 
 static void multiply(const qrt_kernels *k, const product *p, int64_t row0, int64_t rows,
                      uint8_t *scratch) {
-    const int64_t done = p->n <= QRT_FEW_X && k->direct ? k->direct(p, row0, rows) : 0;
+    const int64_t done = p->n <= QRT_DIRECT_X && k->direct ? k->direct(p, row0, rows) : 0;
     if (done < rows) products[p->w->format](p, row0 + done, rows - done, scratch);
 }
 

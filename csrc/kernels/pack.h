@@ -1,18 +1,8 @@
 // pack_<format> for the common formats, without a line for each row: packed bytes are brought into
-// lanes first (there are fewer of them), then split. Scales of QF rows are computed side by side.
-// Part of panel.h.
+// lanes first (there are fewer of them), then split. Scales of QF rows are computed side by side,
+// by scales_<format>(src, stride, nb, to), which has a use without the rest. Part of panel.h.
 #ifndef QRT_PACK_H
 #define QRT_PACK_H
-
-// A panel's rows are too many streams, each too short, for the processor to foresee. So while a
-// panel is packed, the bytes of the next one (whose rows follow) are fetched in the order in which
-// they lie, a few lines between other work: a burst would fill the queue of outstanding misses and
-// stall. step: as many bytes as it packs itself.
-INLINE void fetch_ahead(const panel *to, int step, int bytes) {
-    if (!to->ahead) return;
-    for (int at = step * bytes; at < (step + 1) * bytes; at += 64)
-        __builtin_prefetch(to->ahead + at, 0, 3);
-}
 
 INLINE wv low_nibbles(wv a) { return a & 0x0f0f0f0fu; }
 INLINE wv high_nibbles(wv a) { return a >> 4 & 0x0f0f0f0fu; }
@@ -38,21 +28,31 @@ INLINE void pack_lookup(const int8_t *values, const uint8_t *src, int64_t stride
     }
 }
 
+INLINE void scales_q4_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    for (int b = 0; b < nb; b++) store_s(to, b, 8, qf_halves(src + 18 * b, stride));
+}
 INLINE void pack_q4_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q4_0(src, stride, nb, to);
     for (int b = 0; b < nb; b++, src += 18) {
-        store_s(to, b, 8, qf_halves(src, stride));
-        fetch_ahead(to, b, QF * 18);
         pack_nibbles(src + 2, stride, 8 * b, 8 * b + 4, to);
     }
 }
 
-INLINE void pack_q4_1(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++, src += 20) {
+// Blocks that begin with a scale and the smallest value, each float16.
+INLINE void scales_with_least(const uint8_t *src, int64_t stride, int nb, int bytes,
+                              const panel *to) {
+    for (int b = 0; b < nb; b++, src += bytes) {
         qf d, m;
         qf_of_pairs(wv_row_words(src, stride), &d, &m);
         store_s_m(to, b, d, qf_mul(qf_set1(-1.0f), m));
-        pack_nibbles(src + 4, stride, 8 * b, 8 * b + 4, to);
     }
+}
+INLINE void scales_q4_1(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_with_least(src, stride, nb, 20, to);
+}
+INLINE void pack_q4_1(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q4_1(src, stride, nb, to);
+    for (int b = 0; b < nb; b++, src += 20) pack_nibbles(src + 4, stride, 8 * b, 8 * b + 4, to);
 }
 
 // 16 bytes of nibbles and a word at bits: bit i of it is bit 4 of column i.
@@ -68,26 +68,28 @@ INLINE void pack_five_bits(const uint8_t *src, const uint8_t *bits, int64_t stri
     }
 }
 
+INLINE void scales_q5_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    for (int b = 0; b < nb; b++) store_s(to, b, 16, qf_halves(src + 22 * b, stride));
+}
 INLINE void pack_q5_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++, src += 22) {
-        store_s(to, b, 16, qf_halves(src, stride));
-        pack_five_bits(src + 6, src + 2, stride, 8 * b, to);
-    }
+    scales_q5_0(src, stride, nb, to);
+    for (int b = 0; b < nb; b++, src += 22) pack_five_bits(src + 6, src + 2, stride, 8 * b, to);
 }
 
+INLINE void scales_q5_1(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_with_least(src, stride, nb, 24, to);
+}
 INLINE void pack_q5_1(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++, src += 24) {
-        qf d, m;
-        qf_of_pairs(wv_row_words(src, stride), &d, &m);
-        store_s_m(to, b, d, qf_mul(qf_set1(-1.0f), m));
-        pack_five_bits(src + 8, src + 4, stride, 8 * b, to);
-    }
+    scales_q5_1(src, stride, nb, to);
+    for (int b = 0; b < nb; b++, src += 24) pack_five_bits(src + 8, src + 4, stride, 8 * b, to);
 }
 
+INLINE void scales_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    for (int b = 0; b < nb; b++) store_s(to, b, SIGNED_OFF, qf_halves(src + 34 * b, stride));
+}
 INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q8_0(src, stride, nb, to);
     for (int b = 0; b < nb; b++, src += 34) {
-        store_s(to, b, SIGNED_OFF, qf_halves(src, stride));
-        fetch_ahead(to, b, QF * 34);
         for (int half = 0; half < 2; half++) {
             wv w[4];
             wv_rows(src + 2 + 16 * half, stride, w);
@@ -96,14 +98,15 @@ INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *t
     }
 }
 
+INLINE void scales_iq4_nl(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    for (int b = 0; b < nb; b++) store_s(to, b, SIGNED_OFF, qf_halves(src + 18 * b, stride));
+}
 INLINE void pack_iq4_nl(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++, src += 18) {
-        store_s(to, b, SIGNED_OFF, qf_halves(src, stride));
-        pack_lookup(iq4_values, src + 2, stride, 8 * b, to);
-    }
+    scales_iq4_nl(src, stride, nb, to);
+    for (int b = 0; b < nb; b++, src += 18) pack_lookup(iq4_values, src + 2, stride, 8 * b, to);
 }
 
-INLINE void pack_iq4_xs(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+INLINE void scales_iq4_xs(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     (void)nb;
     wv h[4]; // d and scales_h, scales_l
     wv_rows(src, stride, h);
@@ -111,17 +114,23 @@ INLINE void pack_iq4_xs(const uint8_t *src, int64_t stride, int nb, const panel 
     for (int i = 0; i < 8; i++) {
         wv scale = (h[1] >> 4 * i & 15) | (h[0] >> (16 + 2 * i) & 3) << 4;
         store_s(to, i, SIGNED_OFF, scaled(d, scale - 32));
-        pack_lookup(iq4_values, src + 8 + 16 * i, stride, 8 * i, to);
     }
 }
+INLINE void pack_iq4_xs(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_iq4_xs(src, stride, nb, to);
+    for (int i = 0; i < 8; i++) pack_lookup(iq4_values, src + 8 + 16 * i, stride, 8 * i, to);
+}
 
-INLINE void pack_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+INLINE void scales_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     for (int b = 0; b < nb; b++, src += 17) {
         float s[QF];
         for (int r = 0; r < QF; r++) s[r] = half_e8m0(src[r * stride]);
         store_s(to, b, SIGNED_OFF, qf_load(s));
-        pack_lookup(fp4_values, src + 1, stride, 8 * b, to);
     }
+}
+INLINE void pack_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_mxfp4(src, stride, nb, to);
+    for (int b = 0; b < nb; b++, src += 17) pack_lookup(fp4_values, src + 1, stride, 8 * b, to);
 }
 
 INLINE void pack_nvfp4(const uint8_t *src, int64_t stride, int nb, const panel *to) {
@@ -163,7 +172,7 @@ INLINE void pack_planes(const uint8_t *src, const uint8_t *hmask, int64_t stride
     }
 }
 
-INLINE void pack_q2_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+INLINE void scales_q2_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     (void)nb;
     qf d, dmin;
     qf_of_pairs(wv_row_words(src + 80, stride), &d, &dmin);
@@ -173,10 +182,13 @@ INLINE void pack_q2_k(const uint8_t *src, int64_t stride, int nb, const panel *t
         wv both = scales[g / 4] >> 8 * (g % 4);
         store_s_m(to, g, scaled(d, both & 15), scaled(dmin, both >> 4 & 15));
     }
+}
+INLINE void pack_q2_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q2_k(src, stride, nb, to);
     pack_planes(src + 16, NULL, stride, to);
 }
 
-INLINE void pack_q3_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+INLINE void scales_q3_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     (void)nb;
     qf d = qf_halves(src + 108, stride);
     wv w[4]; // the last 16 bytes of a block: qs[62..63], scales[12], d
@@ -187,18 +199,25 @@ INLINE void pack_q3_k(const uint8_t *src, int64_t stride, int nb, const panel *t
         wv high = s[2] >> (8 * (g % 4) + 2 * (g / 4)) & 3;
         store_s(to, g, 4, scaled(d, (low | high << 4) - 32));
     }
+}
+INLINE void pack_q3_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q3_k(src, stride, nb, to);
     pack_planes(src + 32, src, stride, to);
 }
 
-INLINE void pack_tq2_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+INLINE void scales_tq2_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     (void)nb;
     qf d = qf_halves(src + 64, stride);
     for (int g = 0; g < 8; g++) store_s(to, g, 1, d);
+}
+INLINE void pack_tq2_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_tq2_0(src, stride, nb, to);
     pack_planes(src, NULL, stride, to);
 }
 
 // d, dmin and 12 bytes of scales, as in unpack/q4_k.h: four scales to a word.
-INLINE void pack_k_scales(const uint8_t *src, int64_t stride, const panel *to) {
+INLINE void scales_q4_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    (void)nb;
     wv h[4];
     qf d, dmin;
     wv_rows(src, stride, h);
@@ -212,24 +231,23 @@ INLINE void pack_k_scales(const uint8_t *src, int64_t stride, const panel *to) {
 }
 
 INLINE void pack_q4_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    (void)nb;
-    pack_k_scales(src, stride, to);
+    scales_q4_k(src, stride, nb, to);
     for (int i = 0; i < 8; i++) {
         const int k = i / 2 * 16 + i % 2 * 4;
-        fetch_ahead(to, i, QF * 144 / 8);
         pack_nibbles(src + 16 + 16 * i, stride, k, k + 8, to);
     }
 }
 
+INLINE void scales_q5_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q4_k(src, stride, nb, to);
+}
 INLINE void pack_q5_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    (void)nb;
-    pack_k_scales(src, stride, to);
+    scales_q5_k(src, stride, nb, to);
     for (int half = 0; half < 2; half++) {
         wv h[4];
         wv_rows(src + 16 + 16 * half, stride, h);
         for (int i = 0; i < 4; i++) {
             wv w[4];
-            fetch_ahead(to, 4 * half + i, QF * 176 / 8);
             wv_rows(src + 48 + 32 * i + 16 * half, stride, w);
             for (int j = 0; j < 4; j++) {
                 const int k = 16 * i + 4 * half + j;
@@ -240,7 +258,7 @@ INLINE void pack_q5_k(const uint8_t *src, int64_t stride, int nb, const panel *t
     }
 }
 
-INLINE void pack_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+INLINE void scales_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     (void)nb;
     qf d = qf_halves(src + 208, stride);
     wv scales[4];
@@ -249,11 +267,13 @@ INLINE void pack_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *t
         wv scale = ((scales[g / 4] >> 8 * (g % 4) & 255) ^ 128) - 128; // sign extended
         store_s(to, g, 32, scaled(d, scale));
     }
+}
+INLINE void pack_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
+    scales_q6_k(src, stride, nb, to);
     for (int i = 0; i < 4; i++) { // half a block, and 16 of its 32 bytes of qh
         const int n = i / 2, at = 16 * (i % 2), k = 32 * n + at / 4;
         const uint8_t *ql = src + 64 * n + at;
         wv h[4], a[4], b[4];
-        fetch_ahead(to, i, QF * 210 / 4);
         wv_rows(src + 128 + 32 * n + at, stride, h);
         wv_rows(ql, stride, a);
         wv_rows(ql + 32, stride, b);

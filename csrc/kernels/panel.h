@@ -11,9 +11,9 @@
 #include "../unpack/unpack.h"
 
 typedef struct {
-    uint8_t *q;           // [columns / 4][NR][4]
-    float *s, *m;         // [columns / GROUP][NR]
-    const uint8_t *ahead; // NULL, or bytes that will be packed after this panel: only prefetched
+    uint8_t *q;                       // [columns / 4][NR][4]
+    float *s, *m;                     // [columns / GROUP][NR]
+    const uint8_t *ahead, *ahead_end; // what will be packed next, NULL: unknown; only prefetched
 } panel;
 
 #define UNSIGNED_OFF 128 // makes int8 unsigned
@@ -113,8 +113,7 @@ PACK_BY_LINES(tq1_0)
                                   int64_t first_block32, int nb, panel *p) {                       \
         const uint8_t *src = rows + first_block32 * 32 / ELEMENTS * BYTES;                         \
         for (int r = 0; r < NR; r += QF) {                                                         \
-            const panel to = {p->q + 4 * r, p->s + r, p->m + r,                                    \
-                              p->ahead ? p->ahead + r * (nb * 32 / ELEMENTS * BYTES) : NULL};      \
+            const panel to = {p->q + 4 * r, p->s + r, p->m + r, NULL, NULL};                       \
             uint8_t copy[QF * (256 / ELEMENTS * BYTES)];                                           \
             const uint8_t *from = copy;                                                            \
             int64_t stride = nb * 32 / ELEMENTS * BYTES;                                           \

@@ -141,8 +141,16 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 #    define HAS_MIN(bits) ((bits) < 8)
 #endif
 
-// acc: mr rows of NR floats
-INLINE void mul_tile(const int bits, const int group, const int mr, const panel *p, int nb,
+// A panel's rows are too many streams, each too short, for the processor to foresee. So while a
+// panel is multiplied, the bytes of the next one (whose rows follow) are fetched in the order in
+// which they lie, a few lines at a time: a burst would fill the queue of outstanding misses.
+INLINE void fetch_next(panel *p, int lines) {
+    for (; lines > 0 && p->ahead < p->ahead_end; lines--, p->ahead += 64)
+        __builtin_prefetch(p->ahead, 0, 3);
+}
+
+// acc: mr rows of NR floats; lines: as many are fetched for each 32 columns
+INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, int nb, int lines,
                      const xrow *x, float *acc) {
     const int per = 32 / group;
     qf a[TILE][NV];
@@ -152,6 +160,7 @@ INLINE void mul_tile(const int bits, const int group, const int mr, const panel 
         for (int v = 0; v < NV; v++) a[t][v] = qf_load(acc + t * NR + v * QF);
     for (int b = 0; b < nb; b++) {
         qf f[TILE][NV];
+        fetch_next(p, lines);
 #pragma GCC unroll 2
         for (int g = 0; g < per; g++) {
             ilane i[TILE][NV];
@@ -193,9 +202,14 @@ INLINE void mul_tile(const int bits, const int group, const int mr, const panel 
 
 // All n x rows of a call against one chunk of a panel; xs: rows of x at column first_block * 32;
 // acc [n][NR].
-INLINE void mul_panel(const int bits, const int group, const panel *p, int nb, const qrt_quant *x,
+INLINE void mul_panel(const int bits, const int group, panel *p, int nb, const qrt_quant *x,
                       const int32_t *xs, int64_t n, int64_t first_block, float *acc) {
-    const int64_t blocks = x->cols / 32, per = 32 / group;
+    // The next panel is fetched during the last rows: soon enough, and not so soon that x drives it
+    // out of the first-level cache again.
+    enum { ROWS = 32 };
+    const int64_t blocks = x->cols / 32, per = 32 / group, wait = n > ROWS ? n - ROWS : 0;
+    const int64_t times = (n - wait + TILE - 1) / TILE * nb;
+    const int some = (int)(((p->ahead_end - p->ahead) / 64 + times) / times);
     const float *sums = group == 32 ? x->s32 : x->s16;
     for (int64_t t = 0; t < n; t += TILE) {
         xrow r[TILE];
@@ -207,15 +221,16 @@ INLINE void mul_panel(const int bits, const int group, const panel *p, int nb, c
                        sums + (row * blocks + first_block) * per};
         }
         float *to = acc + t * NR;
-        if (m == TILE) mul_tile(bits, group, TILE, p, nb, r, to);
+        const int lines = t < wait ? 0 : some;
+        if (m == TILE) mul_tile(bits, group, TILE, p, nb, lines, r, to);
 #if TILE > 1
-        else if (m == 1) mul_tile(bits, group, 1, p, nb, r, to);
-        else if (m == 2) mul_tile(bits, group, 2, p, nb, r, to);
-        else if (m == 3) mul_tile(bits, group, 3, p, nb, r, to);
+        else if (m == 1) mul_tile(bits, group, 1, p, nb, lines, r, to);
+        else if (m == 2) mul_tile(bits, group, 2, p, nb, lines, r, to);
+        else if (m == 3) mul_tile(bits, group, 3, p, nb, lines, r, to);
 #endif
 #if TILE > 4
-        else if (m == 4) mul_tile(bits, group, 4, p, nb, r, to);
-        else mul_tile(bits, group, 5, p, nb, r, to);
+        else if (m == 4) mul_tile(bits, group, 4, p, nb, lines, r, to);
+        else mul_tile(bits, group, 5, p, nb, lines, r, to);
 #endif
     }
 }

@@ -222,6 +222,8 @@ void test_linear(void) {
         // Every remainder of the tiles of x rows, with panels of one to all rows.
         for (int rows = 2; rows < 17; rows++)
             linear(f, 3 * rows - 2, plain ? 10 + rows : chunk, rows);
+        // Few x rows, which some levels multiply without a panel: sets of far rows, and the rest.
+        for (int rows = 2; rows < 6; rows++) linear(f, 69, cols, rows);
         experts(f, 37, plain ? 45 : chunk, 6, false);
         experts(f, 16, chunk, 3, true);
     }
