@@ -23,11 +23,13 @@ template <int TILE>
 INLINE void fetch(Tiles<TILE> &tiles, const Matrix &m, const Places &p, const float *x, int first,
                   int cols) {
     const int half = first / 32 % 2, threads = 2 * TILE;
+#pragma unroll 1 // fewer registers for addresses
     for (int i = threadIdx.x; i < 4 * TILE; i += threads) {
         const int r = i / 4, part = i % 4; // of 16 bytes
         const Words *from = (const Words *)(weight_row(m, r) + 2 * (i64)first);
         copy_ahead((Words *)tiles.w[half][r] + part, from + part);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < 8 * TILE; i += threads) {
         const int r = i / 8, part = i % 8;
         if (r >= p.count) continue;
