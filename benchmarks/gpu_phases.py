@@ -313,7 +313,7 @@ class Runs:
 
     def device_step(self) -> float:
         """Seconds of the graph that was captured last, without what the host does for a step."""
-        graph = [graph for graph in self.exe._graphs.values() if graph is not None][-1]
+        graph, _ = [made for made in self.exe._graphs.values() if made is not None][-1]
         with self.exe.launcher.activate():
             graph()
             self.exe.launcher.synchronize()
