@@ -90,7 +90,7 @@ def test_traits_fit_kernels() -> None:
 
 @pytest.mark.parametrize(("flags", "file"), [((), "csrc/unpack/grids.h"), (("--cuda",), "cuda/grids.cuh")])
 def test_grids_equal_their_script(flags: Sequence[str], file: str) -> None:
-    command = [sys.executable, ROOT / "tools" / "make_grids.py", *flags]
+    command = [sys.executable, str(ROOT / "tools" / "make_grids.py"), *flags]
     made = subprocess.run(command, capture_output=True, check=True, text=True)
     assert made.stdout == (ROOT / file).read_text()
 

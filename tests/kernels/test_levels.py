@@ -77,7 +77,7 @@ class Compiler:
 
     def objects(self, levels: Mapping[str, Sequence[str]]) -> list[Path]:
         """The kernels of levels, each with flags of its own."""
-        sources = {}
+        sources: dict[Path, Sequence[str | Path]] = {}
         for level, flags in levels.items():
             define = (f"-DQRT_LEVEL={level}", f"-DQRT_LEVEL_{level.upper()}=1")
             for name in KERNELS:
@@ -90,6 +90,7 @@ class Compiler:
         levels = {"scalar": ()} if level == "scalar" or kernels else {"scalar": (), level: flags}
         objects = [*self.objects(levels), *kernels]
         strict = ("-Wall", "-Wextra", "-Werror")
+        sources: dict[Path, Sequence[str | Path]]
         sources = {self.folder / f"{path.stem}.o": (*strict, path) for path in SHARED}
         sources[self.folder / f"levels-{level}.o"] = (*strict, f"-DLEVEL={level}", HERE / "levels.c")
         program = self.folder / f"levels-{level}"
