@@ -1,12 +1,16 @@
 """All kernels at every instruction level, those that this machine lacks included (B30, B88): see levels.c.
 
-AVX-512 is built on AVX2 by SIMDe, AArch64 by a cross compiler and run by qemu's user mode. What is missing is skipped.
+AVX-512 is built on AVX2 by SIMDe, AArch64 by a cross compiler and run by qemu's user mode; scalar and AVX2 under
+sanitizers too, without the optimiser, which would take its time with the checks. What is missing is skipped.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,15 +32,33 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx51
 NATIVE = {"scalar": (), "avx2": AVX2, "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
 SIMDE = (*AVX2, "-DQRT_SIMDE", "-DSIMDE_ENABLE_NATIVE_ALIASES", "-O0")
 NEON = "-march=armv8.2-a+dotprod+fp16"
+# The longest first.
+CHECKS = ("neon", "sanitized-avx2", "sanitized-scalar", "simde", *(f"native-{level}" for level in NATIVE))
 SANITIZE = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
 ARM_CC, ARM_LIBRARIES = "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"
 
 
 def at_once(calls: Iterable[Callable[[], None]]) -> None:
     """Wait for calls that spend their time in other processes, as many at once as there are cores."""
-    with ThreadPoolExecutor(usable_cpus().affinity) as pool:
+    behind = threading.current_thread() is not threading.main_thread()
+    with ThreadPoolExecutor(max(1, usable_cpus().affinity - behind)) as pool:
         for done in [pool.submit(call) for call in calls]:
             done.result()
+
+
+_children: set[subprocess.Popen[str]] = set()
+_ending = threading.Event()
+
+
+def call(*command: str | Path) -> tuple[int, str]:
+    """Run a program: -> its status, and what it says."""
+    if _ending.is_set():
+        raise InterruptedError("the session ends")
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    _children.add(child)
+    said, _ = child.communicate()
+    _children.discard(child)
+    return child.returncode, said
 
 
 @dataclass(frozen=True)
@@ -50,10 +72,8 @@ class Compiler:
     def run(self, *args: str | Path) -> None:
         """One call."""
         common = ("-std=gnu11", "-ffp-contract=off")
-        made = subprocess.run(
-            [self.cc, *common, *self.flags, f"-I{ROOT / 'csrc'}", *args], capture_output=True, text=True
-        )
-        assert made.returncode == 0, made.stderr[-4000:]
+        status, said = call(self.cc, *common, *self.flags, f"-I{ROOT / 'csrc'}", *args)
+        assert status == 0, said[-4000:]
 
     def objects(self, levels: Mapping[str, Sequence[str]]) -> list[Path]:
         """The kernels of levels, each with flags of its own."""
@@ -76,7 +96,8 @@ class Compiler:
             define.append("-DBELOW=avx2")
         objects = [*self.objects(levels), *kernels]
         strict = ("-Wall", "-Wextra", "-Werror")
-        sources: dict[Path, Sequence[str | Path]] = {self.folder / f"{path.stem}.o": (*strict, path) for path in SHARED}
+        sources: dict[Path, Sequence[str | Path]]
+        sources = {self.folder / f"{path.stem}.o": (*strict, path) for path in SHARED}
         sources[self.folder / f"levels-{level}.o"] = (*strict, *define, HERE / "levels.c")
         program = self.folder / f"levels-{level}"
         self.run(*self._compile(sources), *objects, "-o", program, "-lm", "-lpthread")
@@ -95,53 +116,77 @@ def passes(*command: str | Path) -> None:
 
 
 def _passes(*command: str | Path) -> None:
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
-    assert ran.stdout.endswith("0 failures\n")
+    status, said = call(*command)
+    assert status == 0, said[-4000:]
+    assert said.endswith("0 failures\n")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lacks(check: str) -> str | None:
+    """Why a check cannot be made here; None if it can."""
+    kind, _, level = check.partition("-")
     if not shutil.which("gcc"):
-        pytest.skip("no gcc")
-    return tmp_path_factory.mktemp("levels")
+        return "no gcc"
+    if kind == "neon":
+        missing = [tool for tool in (ARM_CC, "qemu-aarch64") if not shutil.which(tool)]
+        return f"no {missing[0]} (Debian packages gcc-aarch64-linux-gnu, qemu-user)" if missing else None
+    if kind == "simde" and not Path("/usr/include/simde").is_dir():
+        return "no /usr/include/simde (Debian package libsimde-dev)"
+    needed = "avx2" if kind == "simde" else level  # the shims of simd/simde.h are written in it
+    return None if needed in isa_levels() else f"{needed} cannot run on this machine, or the module is not built"
 
 
-@pytest.mark.parametrize("level", NATIVE)
-def test_native(folder: Path, level: str) -> None:
-    if level not in isa_levels():
-        pytest.skip(f"{level} cannot run on this machine, or the compiled module is not built")
-    passes(Compiler(folder / "native").driver(level, NATIVE[level]))
+def make(check: str, folder: Path) -> None:
+    """Build a level's driver in a folder and run it. Raises AssertionError."""
+    kind, _, level = check.partition("-")
+    if kind == "neon":
+        program = Compiler(folder / "neon", ARM_CC, ("-O1",)).driver("neon", (NEON,))
+        passes("qemu-aarch64", "-L", ARM_LIBRARIES, program)
+    elif kind == "simde":
+        kernels = Compiler(folder / "simde", flags=SIMDE).objects({"avx512": ()})
+        passes(Compiler(folder / "native").driver("avx512", kernels=kernels))
+    elif kind == "sanitized":
+        passes(Compiler(folder / kind, flags=SANITIZE).driver(level, NATIVE[level]))
+    else:
+        passes(Compiler(folder / kind).driver(level, NATIVE[level]))
 
 
-@pytest.mark.parametrize("level", ["scalar", "avx2"])
-def test_sanitized(folder: Path, level: str) -> None:
-    """No access outside an operand, no undefined arithmetic; the optimiser would take its time with the checks."""
-    if level not in isa_levels():
-        pytest.skip(f"{level} cannot run on this machine, or the compiled module is not built")
-    passes(Compiler(folder / "sanitized", flags=SANITIZE).driver(level, NATIVE[level]))
+@pytest.mark.parametrize("check", CHECKS)
+def test_level(check: str, begun: Begun) -> None:
+    if reason := lacks(check):
+        pytest.skip(reason)
+    begun.end(check)
 
 
 def test_avx512bf16_has_the_code_of_avx512() -> None:
-    """So test_simde runs one of them; code of its own would have to run there too."""
+    """So AVX-512 alone runs under SIMDe; code of its own would have to run there too."""
     for path in (ROOT / "csrc").rglob("*.[ch]"):
         text = path.read_text()
         both = text.count("defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)")
         assert text.count("LEVEL_AVX512)") == text.count("LEVEL_AVX512BF16") == both, path
 
 
-def test_simde(folder: Path) -> None:
-    if not Path("/usr/include/simde").is_dir():
-        pytest.skip("no /usr/include/simde (Debian package libsimde-dev)")
-    if "avx2" not in isa_levels():
-        pytest.skip("the shims of simd/simde.h need AVX2")
-    kernels = Compiler(folder / "simde", flags=SIMDE).objects({"avx512": ()})
-    passes(Compiler(folder / "native").driver("avx512", kernels=kernels))
+class Begun:
+    """Checks that are made in the background, one after the other, on one core less than there are: they wait for
+    compilers, most other tests for one core. ``end`` makes one at once that has not begun."""
 
+    def __init__(self, checks: Sequence[str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="qwen35rt-levels-"))
+        self._pool = ThreadPoolExecutor(1, initializer=partial(os.nice, 5))
+        self._made = {check: self._pool.submit(make, check, self._folder) for check in checks}
 
-def test_neon(folder: Path) -> None:
-    for tool in (ARM_CC, "qemu-aarch64"):
-        if not shutil.which(tool):
-            pytest.skip(f"no {tool} (Debian packages gcc-aarch64-linux-gnu, qemu-user)")
-    program = Compiler(folder / "neon", ARM_CC, ("-O1",)).driver("neon", (NEON,))
-    passes("qemu-aarch64", "-L", ARM_LIBRARIES, program)
+    def end(self, check: str) -> None:
+        """Wait until a check is made. Raises its AssertionError."""
+        made = self._made.get(check)
+        if made is None or made.cancel():
+            make(check, self._folder)
+        else:
+            made.result()
+
+    def close(self) -> None:
+        """Begin no more, end what runs, and drop what was built."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        _ending.set()
+        for child in list(_children):
+            child.kill()
+        self._pool.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -141,15 +141,22 @@ class Outcome:
     conv: tuple[Array, ...]
 
 
+@lru_cache(maxsize=1)
+def _prepared(case: Case) -> tuple[Program, tuple[Batch, ...]]:
+    """Program and steps of the last case: its implementations run one after the other."""
+    return case.program(), tuple(case.batches())
+
+
 def run_case(case: Case, backend: Backend) -> Outcome:
     """Run all steps of a case. One with state runs twice, so that slots and pages are not clean when it counts."""
-    exe = backend.compile(case.program(), case.limits())
+    program, batches = _prepared(case)
+    exe = backend.compile(program, case.limits())
     slots: dict[int, int] = {}  # by the sequence's first token
     first = np.cumsum((0, *case.lengths))
     rows: list[list[Array]] = []
     for _ in range(1 if case.state is NO_STATE else 2):
         rows = [[] for _ in case.lengths]
-        for batch in case.batches():
+        for batch in batches:
             logits, report = exe.run(batch)
             if not np.all(np.isfinite(logits)):
                 raise AssertionError(f"{case.id}: values that are not finite")
