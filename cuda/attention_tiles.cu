@@ -57,6 +57,9 @@ template <int DIM>
 INLINE void attend(const float *q, int ld, int offset, int stride, const kept *keys,
                    const kept *values, float *out, const int *step, int layer, int pages,
                    int kv_heads, int tokens, int heads, int from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    asm volatile("trap;"); // never launched there: attention.cu serves sequences of any length
+#else
     QRT_DYN_SMEM(u16, shared);
     const int LD = DIM + 8; // rows of fragments lie in different banks
     u16 *queries = shared, *rows = queries + 2 * TILE_QUERIES * LD;
@@ -86,12 +89,12 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
     const int query = warp / 2 * 16 + lane / 4;
     int seen[2];
     float top[2], total[2], sum[DIM / 16][4];
-#pragma unroll
+#    pragma unroll
     for (int i = 0; i < 2; i++) {
         seen[i] = start + (tile.first + query + 8 * i) / group;
         top[i] = NEVER, total[i] = 0;
     }
-#pragma unroll
+#    pragma unroll
     for (int i = 0; i < DIM / 4; i++) sum[i / 4][i % 4] = 0;
     float *exchange = (float *)(weights + query * WEIGHTS_LD + TILE_KEYS);
     const int next = 8 * WEIGHTS_LD / 2; // from the first query's floats to the second's
@@ -102,15 +105,15 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
         await_copies();
         __syncthreads();
         float score[4][4];
-#pragma unroll
+#    pragma unroll
         for (int i = 0; i < 16; i++) score[i / 4][i % 4] = 0;
         const u16 *a = queries + warp / 2 * 16 * LD, *b = rows + side * 32 * LD;
-#pragma unroll 1
+#    pragma unroll 1
         for (int d = 0; d < DIM; d += 16) {
             int high[4], low[4];
             load_tile(high, a + d, LD);
             load_tile(low, a + TILE_QUERIES * LD + d, LD);
-#pragma unroll
+#    pragma unroll
             for (int j = 0; j < 2; j++) {
                 int k[4];
                 load_tile(k, b + j * 16 * LD + d, LD);
@@ -122,7 +125,7 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
         }
         const int first = key + side * 32 + 2 * t;
         float most[2] = {NEVER, NEVER};
-#pragma unroll
+#    pragma unroll
         for (int i = 0; i < 16; i++) {
             const int j = i / 4, e = i % 4;
             float &x = score[j][e];
@@ -130,7 +133,7 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
             x = first + 8 * j + e % 2 <= seen[e / 2] ? x * scale : NEVER;
             most[e / 2] = fmaxf(most[e / 2], x);
         }
-#pragma unroll
+#    pragma unroll
         for (int i = 0; i < 2; i++) {
             most[i] = quad_max(most[i]);
             if (t == 0) exchange[i * next + side] = most[i];
@@ -138,18 +141,18 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
         __syncthreads(); // the keys are no longer needed
         load_rows<DIM>(values, pool, own_pages, kv_head, key, end, rows, LD);
         float factor[2];
-#pragma unroll
+#    pragma unroll
         for (int i = 0; i < 2; i++) {
             float high = fmaxf(top[i], fmaxf(exchange[i * next], exchange[i * next + 1]));
             factor[i] = expf(top[i] - high);
             top[i] = high;
             total[i] *= factor[i];
         }
-#pragma unroll
+#    pragma unroll
         for (int i = 0; i < 8; i++) { // two keys
             const int j = i / 2, half = i % 2;
             u16 high[2], low[2];
-#pragma unroll
+#    pragma unroll
             for (int e = 0; e < 2; e++) {
                 float x = score[j][2 * half + e];
                 float weight = x == NEVER ? 0 : expf(x - top[half]) * LARGEST;
@@ -160,17 +163,17 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
             *(u32 *)to = high[0] | (u32)high[1] << 16;
             *(u32 *)(to + TILE_QUERIES * WEIGHTS_LD) = low[0] | (u32)low[1] << 16;
         }
-#pragma unroll
+#    pragma unroll
         for (int i = 0; i < DIM / 4; i++) sum[i / 4][i % 4] *= factor[i / 2 % 2];
         await_copies();
         __syncthreads();
         const u16 *w = weights + warp / 2 * 16 * WEIGHTS_LD, *v = rows + side * (DIM / 2);
-#pragma unroll 1
+#    pragma unroll 1
         for (int k = 0; k < TILE_KEYS; k += 16) {
             int high[4], low[4];
             load_tile(high, w + k, WEIGHTS_LD);
             load_tile(low, w + TILE_QUERIES * WEIGHTS_LD + k, WEIGHTS_LD);
-#pragma unroll
+#    pragma unroll
             for (int j = 0; j < DIM / 32; j++) {
                 int x[4];
                 load_tile_turned(x, v + k * LD + 16 * j, LD);
@@ -181,25 +184,26 @@ INLINE void attend(const float *q, int ld, int offset, int stride, const kept *k
             }
         }
     }
-#pragma unroll
+#    pragma unroll
     for (int i = 0; i < 2; i++) {
         total[i] = quad_sum(total[i]);
         if (t == 0) exchange[i * next + 2 + side] = total[i];
     }
     __syncthreads();
-#pragma unroll
+#    pragma unroll
     for (int i = 0; i < 2; i++) {
         const int n = tile.first + query + 8 * i;
         if (query + 8 * i >= tile.count) continue;
         const float whole = 1.0f / (exchange[i * next + 2] + exchange[i * next + 3]);
         float *to = out + ((i64)(row0 + n / group) * heads + kv_head * group + n % group) * DIM +
                     side * (DIM / 2) + 2 * t;
-#pragma unroll
+#    pragma unroll
         for (int j = 0; j < DIM / 16; j++) {
             to[8 * j] = sum[j][2 * i] * whole;
             to[8 * j + 1] = sum[j][2 * i + 1] * whole;
         }
     }
+#endif
 }
 
 #define ATTENTION_TILES(DIM)                                                                       \
