@@ -20,7 +20,6 @@ from tests.cuda_host import nvrtc
 # Most registers of a thread, bytes of spills and of stack. 128 registers let two blocks of 256 threads live on a
 # multiprocessor; for sm_120, which nothing is tuned for, the compiler takes more.
 BUDGETS = {75: (128, 0, 0), 80: (128, 0, 0), 90: (128, 0, 0), 120: (160, 8, 8)}
-NEVER_LAUNCHED = {("attention_tiles", 75)}  # needs tensor cores that sm_75 lacks; its plain path is for emulation
 OFTEN = ("Q4_K", "Q6_K", "Q8_0", "Q5_1", "IQ2_XS", "TQ1_0", "NVFP4", "BF16")  # of linear
 TILED = ("Q2_K", "Q6_K", "F16", "BF16")  # of linear_tiles
 ELSEWHERE = (
@@ -43,8 +42,6 @@ def _modules() -> list[Any]:
     for file in source.files():
         for variant in source.variants(file):
             for arch in BUDGETS:
-                if (file, arch) in NEVER_LAUNCHED:
-                    continue
                 first = variant == ("Q4_K" if file in source.BY_FORMAT else source.variants(file)[0])
                 often = first and (arch == 80 or file in ELSEWHERE)
                 often = often or (arch == 80 and file == "linear" and variant in OFTEN)
