@@ -81,7 +81,7 @@ class Compiler:
         for level, flags in levels.items():
             define = (f"-DQRT_LEVEL={level}", f"-DQRT_LEVEL_{level.upper()}=1")
             for name in KERNELS:
-                given = (*flags, *define, ROOT / "csrc" / "kernels" / f"{name}.c")
+                given: list[str | Path] = [*flags, *define, ROOT / "csrc" / "kernels" / f"{name}.c"]
                 sources[self.folder / f"{level}-{name}.o"] = given
         return self._compile(sources)
 
