@@ -221,7 +221,7 @@ def attention(lo: Lowering, node: Node) -> Iterator[Go]:
     pool = _pool(lo, op)
     shared = 4 * (QUERIES * dim + CHUNK * (dim + 1) + QUERIES * CHUNK)
     on_tiles = lo.tensor_cores and lo.limits.kv_dtype == "f16" and dim in TILE_DIMS
-    below = np.int32(ATTENTION_TILES_FROM if on_tiles else ALL_LENGTHS)
+    below = ATTENTION_TILES_FROM if on_tiles else ALL_LENGTHS
     args = *lo.view(q), lo.pools.keys, lo.pools.values, out, parts, lo.step, *pool, *i32(heads, below)
     attend = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention")
     merge = lo.launcher.kernel("attention", lo.limits.kv_dtype, "attention_merge")
@@ -237,7 +237,7 @@ def attention(lo: Lowering, node: Node) -> Iterator[Go]:
     if on_tiles:
         tile_bytes = 2 * ((2 * TILE_QUERIES + TILE_KEYS) * (dim + 8) + 2 * TILE_QUERIES * (TILE_KEYS + 8))
         in_tiles = lo.launcher.kernel("attention_tiles", "", f"attention_tiles_{dim}")
-        tile_args = *lo.view(q), lo.pools.keys, lo.pools.values, out, lo.step, *pool[:-1], np.int32(heads), below
+        tile_args = *lo.view(q), lo.pools.keys, lo.pools.values, out, lo.step, *pool[:-1], *i32(heads, below)
 
         def go_in_tiles(step: Step) -> None:
             tiles = sum(up(n * group, TILE_QUERIES) for n in step.counts if n >= below)
