@@ -244,8 +244,8 @@ def state_cases() -> Iterator[Case]:
     for n, kv, dim in ((3, 1, 64), (4, 2, 128)):
         shape = StateShape(1, kv, dim, 0, 1, 16, 1, 4)
         build = partial(_attention, n=n, kv=kv, dim=dim, sharp=3.0)
-        several = (90, 5, 33), ((17, 73), (3, 2), (15, 1, 17))
-        yield Case("attention", f"{n}-{kv}-{dim}-several", build, 1e-9, *several, shape)
+        chunks = (17, 73), (3, 2), (15, 1, 17)
+        yield Case("attention", f"{n}-{kv}-{dim}-several", build, 1e-9, (90, 5, 33), chunks, shape)
     for channels, kernel in ((5, 4), (37, 4), (128, 4), (33, 2), (16, 5)):
         build = partial(_conv, channels=channels, kernel=kernel)
         yield from _cuts(
