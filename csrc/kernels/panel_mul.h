@@ -204,12 +204,8 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
 // acc [n][NR].
 INLINE void mul_panel(const int bits, const int group, panel *p, int nb, const qrt_quant *x,
                       const int32_t *xs, int64_t n, int64_t first_block, float *acc) {
-    // The next panel is fetched during the last rows: soon enough, and not so soon that x drives it
-    // out of the first-level cache again.
-    enum { ROWS = 32 };
-    const int64_t blocks = x->cols / 32, per = 32 / group, wait = n > ROWS ? n - ROWS : 0;
-    const int64_t times = (n - wait + TILE - 1) / TILE * nb;
-    const int some = (int)(((p->ahead_end - p->ahead) / 64 + times) / times);
+    const int64_t blocks = x->cols / 32, per = 32 / group, times = (n + TILE - 1) / TILE * nb;
+    const int lines = (int)(((p->ahead_end - p->ahead) / 64 + times) / times);
     const float *sums = group == 32 ? x->s32 : x->s16;
     for (int64_t t = 0; t < n; t += TILE) {
         xrow r[TILE];
@@ -221,7 +217,6 @@ INLINE void mul_panel(const int bits, const int group, panel *p, int nb, const q
                        sums + (row * blocks + first_block) * per};
         }
         float *to = acc + t * NR;
-        const int lines = t < wait ? 0 : some;
         if (m == TILE) mul_tile(bits, group, TILE, p, nb, lines, r, to);
 #if TILE > 1
         else if (m == 1) mul_tile(bits, group, 1, p, nb, lines, r, to);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -125,16 +126,18 @@ def check_batch(batch: Batch, limits: Limits, n_vocab: int) -> None:
         array: Int = getattr(batch, name)
         if array.dtype != np.int32 or array.shape != shape or not array.flags.c_contiguous:
             raise BackendError(f"{name} must be contiguous int32 {shape}; it is {array.dtype} {array.shape}")
-    counts = np.diff(batch.row_offsets)
-    if batch.row_offsets[0] != 0 or batch.row_offsets[-1] != n or np.any(counts < 1):
+    offsets = batch.row_offsets.tolist()
+    counts = [end - begin for begin, end in pairwise(offsets)]
+    if offsets[0] != 0 or offsets[-1] != n or min(counts) < 1:
         raise BackendError("row_offsets must rise from 0 to the number of rows, one sequence after the other")
     if not _within(batch.tokens, n_vocab):
         raise BackendError(f"a token is not below the vocabulary's size {n_vocab}")
     if not _within(batch.out_rows, n):
         raise BackendError("out_rows names a row that the step does not have")
-    if batch.starts.min() < 0:
+    starts = batch.starts.tolist()
+    if min(starts) < 0:
         raise BackendError("a sequence starts before its first token")
-    for start, rows, row in zip(batch.starts.tolist(), counts.tolist(), batch.pages, strict=True):
+    for start, rows, row in zip(starts, counts, batch.pages, strict=True):
         used = row[: -(-(start + rows) // limits.page_tokens)]
         if used.size * limits.page_tokens < start + rows or not _within(used, limits.pages):
             raise BackendError(
@@ -147,7 +150,8 @@ def _check_slots(batch: Batch, limits: Limits) -> None:
     targets = [*batch.slots.tolist(), *batch.save_slots.tolist()]
     if not _within(batch.slots, limits.slots) or len(set(batch.slots.tolist())) != batch.slots.size:
         raise BackendError(f"each sequence needs a slot of its own below {limits.slots}")
-    if not _within(batch.save_rows, batch.tokens.size) or np.any(np.diff(batch.save_rows) < 1):
+    saved = batch.save_rows.tolist()
+    if not _within(batch.save_rows, batch.tokens.size) or any(b <= a for a, b in pairwise(saved)):
         raise BackendError("save_rows must rise and name rows of the step")
     if not _within(batch.save_slots, limits.slots) or len(set(targets)) != len(targets):
         raise BackendError(f"each saved state needs a slot below {limits.slots} that the step writes nothing else to")
@@ -159,7 +163,10 @@ def _check_slots(batch: Batch, limits: Limits) -> None:
 
 
 def _within(numbers: Int, limit: int) -> bool:
-    return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < limit)
+    if numbers.size > 64:
+        return int(numbers.min()) >= 0 and int(numbers.max()) < limit
+    few = numbers.tolist()  # a decode step has a dozen such checks, and reductions cost more than they reduce
+    return not few or (min(few) >= 0 and max(few) < limit)
 
 
 def check_number(kind: str, number: int, count: int) -> None:
