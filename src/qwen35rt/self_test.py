@@ -38,7 +38,7 @@ def self_test(backend: Backend) -> None:
 
 def _logits(backend: Backend, program: Program) -> npt.NDArray[Any]:
     """Logits float64 [2, n_vocab] behind a prefill and behind a decode step."""
-    exe = backend.compile(program, Limits(rows=len(TOKENS), out_rows=1, pages=len(PAGES), kv_dtype="f32"))
+    exe = backend.compile(program, Limits(rows=len(TOKENS), out_rows=1, pages=len(PAGES), kv_dtype="f16"))
     try:
         last = len(TOKENS) - 1
         steps = ((TOKENS[:last], 0), (TOKENS[last:], last))

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class CudaBackend:
     """Compiles programs for the device behind ``launcher``. ``graphs``: replay decode steps as graphs.
 
-    ``tensor_cores`` false: a row's result is the same bits in any step. With them, steps of 16 rows and more add up
-    products with quantised weights in another order.
+    ``tensor_cores`` false: a row's result is the same bits in any step. With them, steps of many rows add up products,
+    attention and the delta rule in another order (docs/cuda.md).
     """
 
     name = "cuda"

@@ -27,7 +27,7 @@ class Launcher(Protocol):
 
     xp: Any
     description: str
-    tensor_cores: bool  # int8 products of sm_80 and later
+    tensor_cores: bool  # those of sm_80 and later
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any: ...
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any: ...
