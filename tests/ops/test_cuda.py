@@ -34,13 +34,10 @@ from .tensors import plain_tensor, random_tensor
 
 CASES = all_cases()
 PRODUCTS, OTHERS = 24, 4  # of them every so-many-th runs by default, and the first of each op
-SANITIZED_OFTEN = (
-    "linear-Q4_K-5x256-normal",
-    "attention-6-3-48-sharp1-mixed",
-    "attention-3-1-64-several",
-    "delta_net-jumps-3x20",
-)
+SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-3-1-64-several")
 SANITIZED = (
+    "attention-6-3-48-sharp1-mixed",
+    "delta_net-jumps-3x20",
     "rope-2x32-3d",
     "delta_net-3-3-48-mixed-decay-mixed",
     "delta_net-jumps-2x128",
