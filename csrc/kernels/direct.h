@@ -82,17 +82,10 @@ INLINE qf add_block(qf acc, __m256i sums, const float *s, float d) {
 }
 INLINE qf take_minimum(qf acc, qf m, float sum) { return qf_fnma(m, qf_set1(sum), acc); }
 
-// direct_scales_<format>(src, stride, nb, s, m): scales of nb x 32 columns of the rows,
-// [groups][QF], and minima where the format has its own; direct_<format>(src, stride, nb, s, m, x,
-// acc): acc with the products of these columns added.
-INLINE void direct_scales_q4_0(const uint8_t *src, int64_t stride, int nb, float *s, float *m) {
-    (void)m;
-    for (int b = 0; b < nb; b++) qf_store(s + b * QF, qf_halves(src + 18 * b, stride));
-}
-
+// direct_<format>(src, stride, nb, s, m, x, acc): acc with the products of nb x 32 columns of the
+// rows added; s, m: what scales_<format> gives for them, [groups][NR].
 INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
                       const xrow *x, qf acc) {
-    (void)m;
     places r = places_of(src, stride);
     for (int b = 0; b < nb; b++, r.a += 18, r.b += 18) {
         fetch_lines(src + b * stride, 8 * 18);
@@ -104,15 +97,10 @@ INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int nb, const float *s
             v[p] = _mm256_add_epi16(_mm256_maddubs_epi16(low_four(w), xl),
                                     _mm256_maddubs_epi16(high_four(w), xh));
         }
-        acc = add_block(acc, join_4_bits(v), s + b * QF, x->d[b]);
-        acc = take_minimum(acc, qf_mul(qf_set1(8), qf_load(s + b * QF)), x->s[b]);
+        acc = add_block(acc, join_4_bits(v), s + b * NR, x->d[b]);
+        acc = take_minimum(acc, qf_load(m + b * NR), x->s[b]);
     }
     return acc;
-}
-
-INLINE void direct_scales_q8_0(const uint8_t *src, int64_t stride, int nb, float *s, float *m) {
-    (void)m;
-    for (int b = 0; b < nb; b++) qf_store(s + b * QF, qf_halves(src + 34 * b, stride));
 }
 
 // over: 0, or what the panels of the level that asks add to each weight.
@@ -143,9 +131,9 @@ INLINE qf direct_int8(const uint8_t *src, int64_t stride, int nb, const float *s
             of_x = _mm256_hadd_epi32(of_x, of_x);
             sums = _mm256_add_epi32(sums, _mm256_mullo_epi32(of_x, _mm256_set1_epi32(over)));
         }
-        acc = add_block(acc, sums, s + b * QF, x->d[b]);
+        acc = add_block(acc, sums, s + b * NR, x->d[b]);
         if (over)
-            acc = take_minimum(acc, qf_mul(qf_set1((float)over), qf_load(s + b * QF)), x->s[b]);
+            acc = take_minimum(acc, qf_mul(qf_set1((float)over), qf_load(s + b * NR)), x->s[b]);
     }
     return acc;
 }
@@ -158,21 +146,6 @@ INLINE qf direct_q8_0_unsigned(const uint8_t *src, int64_t stride, int nb, const
                                const float *m, const xrow *x, qf acc) {
     (void)m;
     return direct_int8(src, stride, nb, s, x, UNSIGNED_OFF, acc);
-}
-
-INLINE void direct_scales_q4_k(const uint8_t *src, int64_t stride, int nb, float *s, float *m) {
-    (void)nb;
-    wv h[4];
-    qf d, dmin;
-    wv_rows(src, stride, h);
-    qf_of_pairs(h[0], &d, &dmin);
-    const wv scales[2] = {h[1] & 0x3f3f3f3fu, low_nibbles(h[3]) | (h[1] >> 2 & 0x30303030u)};
-    const wv minima[2] = {h[2] & 0x3f3f3f3fu, high_nibbles(h[3]) | (h[2] >> 2 & 0x30303030u)};
-    for (int i = 0; i < 8; i++) {
-        const int shift = 8 * (i % 4);
-        qf_store(s + i * QF, scaled(d, scales[i / 4] >> shift & 255));
-        qf_store(m + i * QF, scaled(dmin, minima[i / 4] >> shift & 255));
-    }
 }
 
 // Columns 64 i to 64 i + 63: 32 bytes of qs. fifth: Q5_K, bits 2 i and 2 i + 1 of qh belong to
@@ -207,11 +180,11 @@ INLINE qf direct_nibbles_k(places *r, const int i, const bool fifth, const float
             HOLD(high[p]);
         }
     }
-    acc = add_block(acc, fifth ? join_6_bits(low) : join_4_bits(low), s + b * QF, x->d[b]);
-    acc = take_minimum(acc, qf_load(m + b * QF), x->s[b]);
-    acc = add_block(acc, fifth ? join_6_bits(high) : join_4_bits(high), s + (b + 1) * QF,
+    acc = add_block(acc, fifth ? join_6_bits(low) : join_4_bits(low), s + b * NR, x->d[b]);
+    acc = take_minimum(acc, qf_load(m + b * NR), x->s[b]);
+    acc = add_block(acc, fifth ? join_6_bits(high) : join_4_bits(high), s + (b + 1) * NR,
                     x->d[b + 1]);
-    return take_minimum(acc, qf_load(m + (b + 1) * QF), x->s[b + 1]);
+    return take_minimum(acc, qf_load(m + (b + 1) * NR), x->s[b + 1]);
 }
 
 INLINE qf direct_q4_k(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
@@ -223,9 +196,6 @@ INLINE qf direct_q4_k(const uint8_t *src, int64_t stride, int nb, const float *s
     return acc;
 }
 
-INLINE void direct_scales_q5_k(const uint8_t *src, int64_t stride, int nb, float *s, float *m) {
-    direct_scales_q4_k(src, stride, nb, s, m);
-}
 INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
                       const xrow *x, qf acc) {
     (void)nb;
@@ -233,17 +203,6 @@ INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int nb, const float *s
 #    pragma GCC unroll 4
     for (int i = 0; i < 4; i++) acc = direct_nibbles_k(&r, i, true, s, m, x, acc);
     return acc;
-}
-
-INLINE void direct_scales_q6_k(const uint8_t *src, int64_t stride, int nb, float *s, float *m) {
-    (void)nb, (void)m;
-    const qf d = qf_halves(src + 208, stride);
-    wv scales[4];
-    wv_rows(src + 192, stride, scales);
-    for (int g = 0; g < 16; g++) {
-        const wv up = scales[g / 4] << (24 - 8 * (g % 4)); // the sign on top
-        qf_store(s + g * QF, qf_mul(d, ilane_float(_mm256_srai_epi32((__m256i)up, 24))));
-    }
 }
 
 // 16 columns of two quarters of half a block, low and high nibbles from ql on. second: they are the
@@ -273,7 +232,7 @@ INLINE void direct_quarters(places *r, int ql, int qh, const int second, const i
 
 INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
                       const xrow *x, qf acc) {
-    (void)nb, (void)m;
+    (void)nb;
     places r = places_of(src, stride);
 #    pragma GCC unroll 2
     for (int n = 0; n < 2; n++) {
@@ -289,12 +248,11 @@ INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int nb, const float *s
 #    pragma GCC unroll 4
         for (int b = 0; b < 4; b++) {
             const int g = 8 * n + 2 * b;
-            const qf s0 = qf_load(s + g * QF), s1 = qf_load(s + (g + 1) * QF), off = qf_set1(32);
-            const qf f =
-                qf_fma(ilane_float(sums[2 * b + 1]), s1, qf_mul(ilane_float(sums[2 * b]), s0));
+            const qf f = qf_fma(ilane_float(sums[2 * b + 1]), qf_load(s + (g + 1) * NR),
+                                qf_mul(ilane_float(sums[2 * b]), qf_load(s + g * NR)));
             acc = qf_fma(f, qf_set1(x->d[4 * n + b]), acc);
-            acc = take_minimum(acc, qf_mul(off, s0), x->s[g]);
-            acc = take_minimum(acc, qf_mul(off, s1), x->s[g + 1]);
+            acc = take_minimum(acc, qf_load(m + g * NR), x->s[g]);
+            acc = take_minimum(acc, qf_load(m + (g + 1) * NR), x->s[g + 1]);
         }
     }
     return acc;

@@ -170,31 +170,26 @@ static const product_fn products[QRT_N_FORMATS] = {
 
 // ---------------------------------------------------------------- few x rows
 #ifdef DIRECT_FORMATS
-typedef void (*scales_fn)(const uint8_t *src, int64_t stride, int nb, float *s, float *m);
-typedef qf (*direct_fn)(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                        const xrow *x, qf acc);
+typedef void (*scales_fn)(const uint8_t *src, int64_t stride, int nb, const panel *to);
+// acc, one for each x row: with the products of nb x 32 columns from block b on added
+typedef void (*columns_fn)(const product *, const uint8_t *src, int64_t stride, int nb, int64_t b,
+                           const float *s, const float *m, qf *acc);
 
 // The rows are cut into QF parts of equal length, and one row of each is worked on at a time; those
-// that are left over are not done. `group`, `bytes`: of the format, for 256 columns.
-INLINE int64_t product_direct(const product *p, int64_t row0, int64_t rows, scales_fn scales,
-                              direct_fn dot, const int group, const int bytes) {
+// that are left over are not done. `bytes`: of the format, for 256 columns.
+INLINE int64_t product_far(const product *p, int64_t row0, int64_t rows, scales_fn scales,
+                           columns_fn columns, const int bytes) {
     const int64_t each = rows / QF, stride = each * p->w->row_bytes, blocks = p->w->cols / 32;
-    const int per = 32 / group;
-    const float *sums = per == 1 ? p->x->s32 : p->x->s16;
-    _Alignas(64) float s[16 * QF], m[16 * QF];
+    _Alignas(64) float s[16 * NR], m[16 * NR];
+    const panel to = {NULL, s, m, NULL, NULL};
     for (int64_t r = row0; r < row0 + each; r++) {
         const uint8_t *src = p->data + r * p->w->row_bytes;
-        qf acc[QRT_FEW_X];
+        qf acc[QRT_DIRECT_X];
         for (int i = 0; i < p->n; i++) acc[i] = qf_zero();
         for (int64_t b = 0; b < blocks; b += 8, src += bytes) {
             const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-            scales(src, stride, nb, s, m);
-            for (int i = 0; i < p->n; i++) {
-                const int64_t row = p->x_rows[i];
-                const xrow x = {p->x->q + row * p->w->cols + b * 32, p->x->d + row * blocks + b,
-                                sums + (row * blocks + b) * per};
-                acc[i] = dot(src, stride, nb, s, m, &x, acc[i]);
-            }
+            scales(src, stride, nb, &to);
+            columns(p, src, stride, nb, b, s, m, acc);
         }
         for (int i = 0; i < p->n; i++) {
             float y[QF];
@@ -204,22 +199,27 @@ INLINE int64_t product_direct(const product *p, int64_t row0, int64_t rows, scal
     }
     return each * QF;
 }
-#    define X(NAME, name)                                                                          \
-        static int64_t direct_product_##name(const product *p, int64_t row0, int64_t rows) {       \
-            return product_direct(p, row0, rows, direct_scales_##name, direct_##name,              \
-                                  name##_group, 256 / name##_elements * name##_bytes);             \
+#    define FAR(kind, suffix, name)                                                                \
+        static int64_t kind##_product_##suffix(const product *p, int64_t row0, int64_t rows) {     \
+            return product_far(p, row0, rows, scales_##name, kind##_columns_##suffix,              \
+                               256 / name##_elements * name##_bytes);                              \
         }
+#    define DIRECT(suffix, name)                                                                   \
+        INLINE void direct_columns_##suffix(const product *p, const uint8_t *src, int64_t stride,  \
+                                            int nb, int64_t b, const float *s, const float *m,     \
+                                            qf *acc) {                                             \
+            for (int i = 0; i < p->n; i++) {                                                       \
+                const xrow x = x_row(p->x, p->x_rows[i], b, name##_group);                         \
+                acc[i] = direct_##suffix(src, stride, nb, s, m, &x, acc[i]);                       \
+            }                                                                                      \
+        }                                                                                          \
+        FAR(direct, suffix, name)
+#    define X(NAME, name) DIRECT(name, name)
 DIRECT_FORMATS(X)
 #    undef X
-// Int8 weights as the panels of AVX-512 have them.
-static int64_t direct_product_unsigned(const product *p, int64_t row0, int64_t rows) {
-    return product_direct(p, row0, rows, direct_scales_q8_0, direct_q8_0_unsigned, q8_0_group,
-                          256 / q8_0_elements * q8_0_bytes);
-}
+DIRECT(q8_0_unsigned, q8_0) // int8 weights as the panels of AVX-512 have them
 
 // One function for each kind of split weights: formats share them.
-typedef void (*dot_fn)(const __m256i *q, int nb, const float *s, const float *m, const qrt_quant *x,
-                       const int32_t *xs, int n, int64_t first_block, qf *acc);
 #    define DOT(BITS, GROUP)                                                                       \
         static __attribute__((noinline)) void dot_##BITS##_##GROUP(                                \
             const __m256i *q, int nb, const float *s, const float *m, const qrt_quant *x,          \
@@ -232,41 +232,17 @@ DOT(5, 32)
 DOT(6, 16)
 DOT(8, 32)
 #    undef DOT
-
-typedef void (*row_scales_fn)(const uint8_t *src, int64_t stride, int nb, const panel *to);
-typedef void (*split_fn)(const uint8_t *src, int64_t stride, int nb, __m256i *q);
-
-// As product_direct.
-INLINE int64_t product_split(const product *p, int64_t row0, int64_t rows, row_scales_fn scales,
-                             split_fn split, dot_fn dot, const int bytes) {
-    const int64_t each = rows / QF, stride = each * p->w->row_bytes, blocks = p->w->cols / 32;
-    _Alignas(64) float s[16 * NR], m[16 * NR];
-    const panel to = {NULL, s, m, NULL, NULL};
-    for (int64_t r = row0; r < row0 + each; r++) {
-        const uint8_t *src = p->data + r * p->w->row_bytes;
-        __m256i q[64];
-        qf acc[QRT_DIRECT_X];
-        for (int i = 0; i < p->n; i++) acc[i] = qf_zero();
-        for (int64_t b = 0; b < blocks; b += 8, src += bytes) {
-            const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-            scales(src, stride, nb, &to);
-            split(src, stride, nb, q);
-            for (int i = 0; i < QF; i++) fetch_lines(src + i * stride, bytes);
-            dot(q, nb, s, m, p->x, p->x_rows, (int)p->n, b, acc);
-        }
-        for (int i = 0; i < p->n; i++) {
-            float y[QF];
-            qf_store(y, acc[i]);
-            store_rows(p, i, r, each, y, QF);
-        }
-    }
-    return each * QF;
-}
 #    define X(NAME, name, BITS, GROUP)                                                             \
-        static int64_t split_product_##name(const product *p, int64_t row0, int64_t rows) {        \
-            return product_split(p, row0, rows, scales_##name, split_##name, dot_##BITS##_##GROUP, \
-                                 256 / name##_elements * name##_bytes);                            \
-        }
+        INLINE void split_columns_##name(const product *p, const uint8_t *src, int64_t stride,     \
+                                         int nb, int64_t b, const float *s, const float *m,        \
+                                         qf *acc) {                                                \
+            __m256i q[64];                                                                         \
+            split_##name(src, stride, nb, q);                                                      \
+            for (int i = 0; i < QF; i++)                                                           \
+                fetch_lines(src + i * stride, 256 / name##_elements * name##_bytes);               \
+            dot_##BITS##_##GROUP(q, nb, s, m, p->x, p->x_rows, (int)p->n, b, acc);                 \
+        }                                                                                          \
+        FAR(split, name, name)
 SPLIT_FORMATS(X)
 #    undef X
 
@@ -274,7 +250,7 @@ SPLIT_FORMATS(X)
 #    define UNSPLIT_X 2
 static int64_t direct(const product *p, int64_t row0, int64_t rows) {
     if (p->w->format == QRT_Q8_0 && p->signed_off)
-        return p->n <= QRT_FEW_X ? direct_product_unsigned(p, row0, rows) : 0;
+        return p->n <= QRT_FEW_X ? direct_product_q8_0_unsigned(p, row0, rows) : 0;
     if (p->n <= UNSPLIT_X) {
         switch (p->w->format) {
 #    define X(NAME, name)                                                                          \

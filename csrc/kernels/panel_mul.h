@@ -52,36 +52,73 @@ INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
 // registers.
 #    define HOLD(v) __asm__ volatile("" : "+x"(v))
 
+// Four columns of a full tile below 8 bits: sum[t][v] = or += pairs of w[v] * x[t] in int16. In
+// assembly, as the compiler spills at any other order: 8 sums, 2 vectors of weights, 4 columns of
+// an x row and 2 products are 13 of 16 registers.
+#    define ROW(J, T, ADD)                                                                         \
+        "vpbroadcastd 4*" #J "(%[x" #T "]), %[b]\n\t" ADD(T##0, "w0") ADD(T##1, "w1")
+#    define FIRST(S, W) "vpmaddubsw %[b], %[" W "], %[s" #S "]\n\t"
+#    define NEXT(S, W)                                                                             \
+        "vpmaddubsw %[b], %[" W "], %[p]\n\t"                                                      \
+        "vpaddw %[p], %[s" #S "], %[s" #S "]\n\t"
+#    define STEP(J, ADD)                                                                           \
+        "vmovdqa 64*" #J "(%[q]), %[w0]\n\t"                                                       \
+        "vmovdqa 64*" #J "+32(%[q]), %[w1]\n\t" ROW(J, 0, ADD) ROW(J, 1, ADD) ROW(J, 2, ADD)       \
+            ROW(J, 3, ADD)
+#    define STEPS_2 STEP(0, FIRST) STEP(1, NEXT)
+#    define STEPS_4 STEPS_2 STEP(2, NEXT) STEP(3, NEXT)
+#    define STEPS_8 STEPS_4 STEP(4, NEXT) STEP(5, NEXT) STEP(6, NEXT) STEP(7, NEXT)
+#    define RUN(STEPS)                                                                             \
+        __asm__(STEPS                                                                              \
+                : [s00] "=&x"(s[0][0]), [s01] "=&x"(s[0][1]), [s10] "=&x"(s[1][0]),                \
+                  [s11] "=&x"(s[1][1]), [s20] "=&x"(s[2][0]), [s21] "=&x"(s[2][1]),                \
+                  [s30] "=&x"(s[3][0]), [s31] "=&x"(s[3][1]), [w0] "=&x"(w0), [w1] "=&x"(w1),      \
+                  [b] "=&x"(b), [p] "=&x"(p)                                                       \
+                : [q] "r"(q), [x0] "r"(x[0].q + k), [x1] "r"(x[1].q + k), [x2] "r"(x[2].q + k),    \
+                  [x3] "r"(x[3].q + k), "m"(*(const uint8_t (*)[256 * NR]) q))
+INLINE void tile_sums(const int steps, const uint8_t *q, const xrow *x, int k, __m256i s[][NV]) {
+    __m256i w0, w1, b, p;
+    if (steps == 8) RUN(STEPS_8);
+    else if (steps == 4) RUN(STEPS_4);
+    else RUN(STEPS_2);
+}
+
 // Sums of pairs stay in int16 for a few steps, which cannot overflow it: 2 * 127 * (2^bits - 1)
 // each.
 INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
                       const xrow *x, int k, ilane out[][NV]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const int hold = bits <= 5 ? 4 : bits == 6 ? 2 : 1;
+    const int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    const int hold = most < group / 4 ? most : group / 4;
 #    pragma GCC unroll 8
     for (int j0 = 0; j0 < group / 4; j0 += hold) {
         __m256i sum[TILE][NV];
+        if (mr == TILE && bits < 8) {
+            tile_sums(hold, q + j0 * NV * 32, x, k + 4 * j0, sum);
+        } else {
 #    pragma GCC unroll 8
-        for (int j = j0; j < j0 + hold; j++) {
-            __m256i w[NV], a[NV];
-#    pragma GCC unroll 2
-            for (int v = 0; v < NV; v++) {
-                w[v] = _mm256_loadu_si256((const __m256i *)(q + (j * NV + v) * 32));
-                a[v] = _mm256_abs_epi8(w[v]);
-            }
-#    pragma GCC unroll 4
-            for (int t = 0; t < mr; t++) {
-                int32_t four;
-                memcpy(&four, x[t].q + k + 4 * j, 4);
-                __m256i b = _mm256_set1_epi32(four);
+            for (int j = j0; j < j0 + hold; j++) {
+                __m256i w[NV], a[NV];
 #    pragma GCC unroll 2
                 for (int v = 0; v < NV; v++) {
-                    // Signed weights: |w| * (x with the sign of w); pairs stay below 2^15 as |x| <=
-                    // 127.
-                    __m256i p = bits == 8 ? _mm256_maddubs_epi16(a[v], _mm256_sign_epi8(b, w[v]))
-                                          : _mm256_maddubs_epi16(w[v], b);
-                    sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
-                    HOLD(sum[t][v]);
+                    w[v] = _mm256_loadu_si256((const __m256i *)(q + (j * NV + v) * 32));
+                    a[v] = _mm256_abs_epi8(w[v]);
+                }
+#    pragma GCC unroll 4
+                for (int t = 0; t < mr; t++) {
+                    int32_t four;
+                    memcpy(&four, x[t].q + k + 4 * j, 4);
+                    __m256i b = _mm256_set1_epi32(four);
+#    pragma GCC unroll 2
+                    for (int v = 0; v < NV; v++) {
+                        // Signed weights: |w| * (x with the sign of w); pairs stay below 2^15 as
+                        // |x| <= 127.
+                        __m256i p = bits == 8
+                                        ? _mm256_maddubs_epi16(a[v], _mm256_sign_epi8(b, w[v]))
+                                        : _mm256_maddubs_epi16(w[v], b);
+                        sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
+                        HOLD(sum[t][v]);
+                    }
                 }
             }
         }

@@ -149,14 +149,16 @@ static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
     const qrt_state *st = c->state;
     const qrt_batch *b = c->batch;
     const int taps = st->conv_kernel;
-    const int64_t channels = st->channels,
-                  blocks = (channels + QRT_CONV_BLOCK - 1) / QRT_CONV_BLOCK;
+    // Rows are far apart in memory: long pieces of each, but one for every thread.
+    const int64_t channels = st->channels, share = (channels / c->threads / 64 + 1) * 64,
+                  width = share < QRT_CONV_BLOCK ? share : QRT_CONV_BLOCK,
+                  blocks = (channels + width - 1) / width;
     float *w = (float *)(void *)c->scratch, *before = w + taps * QRT_CONV_BLOCK;
     int64_t lo, hi;
     qrt_share(c, blocks, &lo, &hi);
     for (int64_t block = lo; block < hi; block++) {
-        int64_t at = block * QRT_CONV_BLOCK;
-        int64_t n = channels - at < QRT_CONV_BLOCK ? channels - at : QRT_CONV_BLOCK;
+        int64_t at = block * width;
+        int64_t n = channels - at < width ? channels - at : width;
         taps_in(op->vec[0] + at * taps, taps, n, w);
         for (int s = 0; s < b->n_seqs; s++) {
             int64_t first = b->row_offsets[s], rows = b->row_offsets[s + 1] - first;

@@ -26,7 +26,7 @@ static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows) {
 static inline size_t qrt_rope_scratch(int rot) { return (size_t)qrt_padded(rot / 2) * 16; }
 
 // conv1d_silu: taps, and the inputs before the step's first row, of a block of channels.
-#define QRT_CONV_BLOCK 64
+#define QRT_CONV_BLOCK 1024
 static inline size_t qrt_conv_scratch(int kernel) {
     return (size_t)(2 * kernel - 1) * QRT_CONV_BLOCK * sizeof(float);
 }
