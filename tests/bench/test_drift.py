@@ -116,6 +116,17 @@ def test_table_and_file(
     assert chunks.tolist() == [ids[i * N_CTX : (i + 1) * N_CTX] for i in (0, round((count - 1) / 2), count - 1)]
 
 
+def test_exact_logits_are_those_of_the_same_numbers_in_float32(drift: Any, tiny_dense: Path, tmp_path: Path) -> None:
+    """No activation is rounded: what the file's type adds to the drift is only what its weights meet."""
+    small, wide = tmp_path / "small.gguf", tmp_path / "wide.gguf"
+    drift.quantise(tiny_dense, "Q4_0", small, 1)
+    drift.quantise(small, "F32", wide, 1)
+    chunks = np.random.default_rng(zlib.crc32(b"chunks")).integers(0, 256, size=(2, N_CTX))
+    exact, usual = (drift.own_logits(small, chunks, exact, 1) for exact in (True, False))
+    assert drift.Closeness.of(exact, drift.own_logits(wide, chunks, False, 1)).kld.max() < 1e-6
+    assert drift.Closeness.of(exact, usual).kld.mean() > 1e-6
+
+
 def test_without_a_peer_the_project_is_measured_alone(
     drift: Any, tiny_dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
