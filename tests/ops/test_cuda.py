@@ -217,7 +217,7 @@ def test_b29_top_k_equals_a_stable_sort(n: int, k: int, order: int) -> None:
     """Ties go to the lower id, a NaN comes first; k may exceed what a part of a row has, and take several rounds."""
     rng = np.random.default_rng([n, k])
     rows = rng.integers(-50, 50, (4, n)).astype(np.float32)
-    rows[0] *= rng.choice([-1, 1], n)  # 0 and -0 are one value
+    rows[0] = np.where(rows[0] == 0, rng.choice([0.0, -0.0], n), -np.abs(rows[0]))  # 0 and -0 are one value
     rows[1] = 3
     rows[2, n // 2] = np.nan
     rows[2, n // 2 - 1] = -np.float32(np.nan)
