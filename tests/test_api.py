@@ -100,7 +100,7 @@ def test_an_interrupted_step_drops_what_is_kept_and_nothing_else(tiny: Model, mo
     other = tiny.stream("hello world", **options)
     text = next(other)
     with monkeypatch.context() as patch:
-        patch.setattr(tiny._executable, "run", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(tiny._executable, "run", lambda *a, **_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tiny.generate("hello world", **options)
     assert text + "".join(other) == alone

@@ -31,6 +31,7 @@ class EngineDefaults:
     page_tokens: int = 64  # tokens of one KV page
     max_tokens: int = 256
     logits_rows: int = 64  # rows of one step whose logits can be asked for
+    top_k_on_device: int = 256  # largest logits that leave the GPU: top_k up to half, penalties may touch the others
     keep_every: int = 1_024  # tokens of a long prompt after which its state is kept for later prompts
     prefill_rows_beside_decode: int = 256  # rows of prompts in a step in which others decode
     cache_states: int = 4  # states that a Model keeps for later prompts, with the pages of one context

@@ -35,10 +35,13 @@ class Fake:
         self.device = device
         self.log: list[tuple[Any, ...]] = []
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
         self.log.append(("run", int(batch.starts[0]), len(batch.tokens)))
         assert batch.pages.shape[1] * self.limits.page_tokens >= batch.starts[0] + len(batch.tokens)
         return np.zeros((1, 8), np.float32), StepReport({self.device: 3}, 0.0, len(batch.tokens), {"linear": 0.5})
+
+    def full_logits(self, row: int) -> Float:
+        raise NotImplementedError
 
     def copy_slot(self, source: int, target: int) -> None:
         self.log.append(("copy", source, target))

@@ -15,8 +15,11 @@ from qwen35rt import Model, load, self_test
 from qwen35rt.backends import cuda
 from qwen35rt.backends.base import Batch, Executable, Limits
 from qwen35rt.backends.cuda.backend import CudaBackend
-from qwen35rt.errors import OutOfMemory
+from qwen35rt.config import ENGINE
+from qwen35rt.errors import BackendError, GenerationFailed, OutOfMemory
 from qwen35rt.model.source import open_source
+from tests.engine.rig import Rig, best_of
+from tests.fixtures import write_tiny
 from tests.ops.case import Case, check_case, run_case
 from tests.ops.cases import all_cases
 from tests.oracle import ALL_FILES, EXPERTS, compiled, golden, model, needs_oracle, prompt_logits, step
@@ -145,12 +148,42 @@ def test_the_device_finds_the_largest_logits(device: Device, kind: str, request:
     exe = device.backend.compile(program, LIMITS)
     batch = Batch.single(range(1, 1 + n), 0, np.arange(2, dtype=np.int32), out_rows=range(n))
     logits = exe.run(batch)[0].copy()
-    ids, values, report = exe.run_top(batch, 8)
-    want = np.argsort(-logits, 1, kind="stable")[:, :8]
-    np.testing.assert_array_equal(ids, want)
-    np.testing.assert_array_equal(values, np.take_along_axis(logits, want, 1))
+    found, report = exe.run(batch, top=8)
+    np.testing.assert_array_equal(found, best_of(logits, 8))
     assert report.on_gpu
+    for row in (n - 1, 0, 0):
+        np.testing.assert_array_equal(exe.full_logits(row), logits[row])
+    np.testing.assert_array_equal(found, best_of(logits, 8))  # whole rows do not come to lie there
+    for row in (-1, n):
+        with pytest.raises(BackendError, match=f"row {row} is not one of the {n} rows"):
+            exe.full_logits(row)
     exe.close()
+
+
+def test_b29_turns_draw_from_the_largest_logits_as_from_all(device: Device, tmp_path: Path) -> None:
+    """With penalties that need whole rows, too; one that meets a NaN fails alone."""
+
+    def spoil(values: Any) -> Any:
+        values[5] = np.nan
+        return values
+
+    path = write_tiny(tmp_path / "nan.gguf", overrides={"token_embd.weight": spoil}, tied=False)
+    options: list[dict[str, Any]] = [{}, {"logit_bias": dict.fromkeys(range(320), -0.5)}, {}]
+    prompts = [[7, 8, 9], [11, 12], [13, 5]]
+    answers = []
+    for top in (0, ENGINE.top_k_on_device):
+        rig = Rig(path, backend=device.backend, parallel=3, states=0, cache_bytes=0, rows=64)
+        rig.core.top = top
+        fields = {"max_tokens": 3 if device.small else 40, "ignore_eos": True, "temperature": 0.7, "top_k": 40}
+        turns = [rig.add(p, seed=4, **fields, **more) for p, more in zip(prompts, options, strict=True)]
+        answers.append([c.ids for c in rig.finish(*turns[:2])])
+        with pytest.raises(GenerationFailed, match="not finite"):
+            rig.result(turns[2])
+        assert set(rig.spy.tops) == {top}
+        assert any(rig.spy.whole) == (top > 0)
+        assert {row for rows in rig.spy.whole for row in rows} <= {1}
+        rig.spy.close()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(("device", "embedded"), on_both([False, True], ["False"]), indirect=["device"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def test_c42_reports_count_the_ops_that_were_launched(kind: str, request: pytest
     for at in range(4):  # the second step of a bucket captures its graph, the third replays it
         assert exe.run(Batch.single([7], at, pages))[1].devices == {"cuda": len(program.ops)}
     assert exe.run(Batch.single([7, 8], 4, pages, out_rows=()))[1].devices == {"cuda": len(program.ops) - behind}
-    assert exe.run_top(Batch.single([7, 8], 6, pages), 2)[2].devices == {"cuda": len(program.ops)}
+    assert exe.run(Batch.single([7, 8], 6, pages), top=2)[1].devices == {"cuda": len(program.ops)}
     exe.profile = True
     assert exe.run(Batch.single([7, 8], 8, pages))[1].devices == {"cuda": len(program.ops)}
     exe.profile = False
@@ -144,6 +145,21 @@ def test_c42_reports_count_the_ops_that_were_launched(kind: str, request: pytest
     launches = [(k, n, () if i == 3 else go) for i, (k, n, go) in enumerate(exe._get_lowered(False).nodes)]
     exe._lowered[False] = replace(exe._get_lowered(False), nodes=tuple(launches))
     assert exe.run(Batch.single([7, 8], 10, pages))[1].devices == {"cuda": len(program.ops) - ops}, kind_of
+    exe.close()
+
+
+def test_the_largest_logits_after_a_step_array_that_grew(tiny_dense: Path) -> None:
+    """The launches that look for them hold no old array, and find the same by the new one."""
+    exe = CudaBackend(HostLauncher()).compile(_program(tiny_dense), LIMITS)
+    batch = Batch.single([1, 2, 3], 0, np.arange(1, dtype=np.int32))
+    want = exe.run(batch, top=4)[0].copy()
+    assert np.isfinite(want).sum() == 4
+    old = weakref.ref(exe._step), weakref.ref(exe._tops[4])
+    wide = np.full((1, 10_000), -1, np.int32)
+    wide[0, 0] = 0
+    for pages in (wide, np.arange(1, dtype=np.int32)):
+        np.testing.assert_array_equal(exe.run(replace(batch, pages=pages.reshape(1, -1)), top=4)[0], want)
+    assert [ref() for ref in old] == [None, None]
     exe.close()
 
 

@@ -50,7 +50,9 @@ def test_sizes_equal_those_of_the_kernels() -> None:
     of_attention = [number("attention_tiles", n) for n in ("TILE_QUERIES", "TILE_KEYS")]
     assert of_attention == [ops.TILE_QUERIES, ops.TILE_KEYS]
     assert [f"attention_tiles_{d}" for d in ops.TILE_DIMS] == source.kernels("attention_tiles")
-    assert number("sample", "PART") == sample.TOP_PART
+    assert number("sample", "PART") == sample.TOP_PART == sample.TOP_THREADS * number("sample", "EACH")
+    assert 32 * number("sample", "WARPS") == sample.TOP_THREADS
+    assert 4 * 3 * number("sample", "WARPS") == sample.TOP_SHARED
     assert 32 * number("attention", "LANES_OF_DIM") == ops.MAX_HEAD_DIM
     assert (number("linear", "WARPS"), number("linear", "ROWS_OF_WARP")) == (ops.WARPS, ops.ROWS_OF_WARP)
     assert [f"linear_tiles_{tile}" for tile in tiles.TILES] == source.kernels("linear_tiles")

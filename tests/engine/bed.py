@@ -36,7 +36,7 @@ class Fake:
         self._logits = np.zeros((limits.out_rows, n_vocab), np.float32)
         self.report = StepReport({"cpu": 1}, 0.0, 1, {}, {})
 
-    def run(self, batch: Batch, keep: object = ()) -> tuple[Float, StepReport]:
+    def run(self, batch: Batch, keep: object = (), top: int = 0) -> tuple[Float, StepReport]:
         assert self.gate.wait(WAIT)
         self.steps += 1
         if self.error is not None:
@@ -46,6 +46,9 @@ class Fake:
         self._logits[:n] = 0
         self._logits[np.arange(n), (batch.tokens[batch.out_rows] + 1) % 200] = 9
         return self._logits[:n], self.report
+
+    def full_logits(self, row: int) -> Float:
+        raise NotImplementedError
 
     def copy_page(self, source: int, target: int) -> None:
         pass

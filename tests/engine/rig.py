@@ -27,8 +27,20 @@ N_CTX = 512
 PAGE = 16
 
 
+def best_of(logits: Float, top: int) -> Float:
+    """Rows with their ``top`` largest numbers, ties to the lower id, NaN first; -inf elsewhere."""
+    order = np.argsort(-np.where(np.isnan(logits), np.inf, logits), -1, kind="stable")[..., :top]
+    made = np.full_like(logits, -np.inf)
+    np.put_along_axis(made, order, np.take_along_axis(logits, order, -1), -1)
+    return made
+
+
 class Spy:
-    """An executable that notes the rows of each step and can lie about its device or fail."""
+    """An executable that notes the rows of each step and can lie about its device or fail.
+
+    ``only_best``: no logits but those that a step asks for. ``tops``: how many, by step; ``whole``: rows that were
+    asked for in whole, by step.
+    """
 
     def __init__(self, inner: Executable) -> None:
         self.inner, self.limits = inner, inner.limits
@@ -36,16 +48,29 @@ class Spy:
         self.steps: list[int] = []
         self.devices: Iterator[str] | None = None
         self.fail_at = -1
+        self.only_best = self.fail_whole = False
+        self.tops: list[int] = []
+        self.whole: list[list[int]] = []
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
         if len(self.steps) == self.fail_at:
             self.fail_at = -1
             raise BackendError("made to fail")
         self.steps.append(len(batch.tokens))
-        logits, report = self.inner.run(batch, keep)
+        self.tops.append(top)
+        self.whole.append([])
+        logits, report = self.inner.run(batch, keep, top)
+        if self.only_best and top:
+            logits = best_of(logits, top)
         if self.devices is not None:
             report = replace(report, devices={next(self.devices): 1})
         return logits, report
+
+    def full_logits(self, row: int) -> Float:
+        if self.fail_whole:
+            raise BackendError("made to fail")
+        self.whole[-1].append(row)
+        return self.inner.full_logits(row)
 
     def copy_slot(self, source: int, target: int) -> None:
         self.inner.copy_slot(source, target)

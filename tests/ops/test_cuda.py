@@ -27,6 +27,7 @@ from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.formats import FORMATS
 from qwen35rt.model.program import Builder, Program, StateShape, Value
 from tests.cuda_host.host import HostLauncher, compiler, prepare
+from tests.engine.rig import best_of
 
 from .case import BAD_ACTIVATIONS, Case, Outcome, check_bad_activation, check_outcome, run_case
 from .cases import all_cases
@@ -210,28 +211,48 @@ def test_b29_one_bad_activation_reaches_every_product(fmt: str, bad: float) -> N
     check_bad_activation(CudaBackend(HostLauncher()), fmt, bad)
 
 
-@pytest.mark.parametrize("n", [5, 2048, 5000])
-@pytest.mark.parametrize("k", [1, 4, 40])
-def test_top_k_equals_a_stable_sort(n: int, k: int) -> None:
-    """Ties go to the lower id, a NaN comes first; k may exceed what a part of a row has."""
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize(("n", "k"), [(5, 1), (5, 4), (8200, 40), (16_500, 4096)])
+def test_b29_top_k_equals_a_stable_sort(n: int, k: int, order: int) -> None:
+    """Ties go to the lower id, a NaN comes first; k may exceed what a part of a row has, and take several rounds."""
     rng = np.random.default_rng([n, k])
     rows = rng.integers(-50, 50, (4, n)).astype(np.float32)
+    rows[0] = np.where(rows[0] == 0, rng.choice([0.0, -0.0], n), -np.abs(rows[0]))  # 0 and -0 are one value
     rows[1] = 3
     rows[2, n // 2] = np.nan
+    rows[2, n // 2 - 1] = -np.float32(np.nan)
     rows[3, 1:] = -np.inf
+    rows[3, n // 2] = np.inf
     b = Builder()
     x = b.embed(random_tensor(rng, "table", "F32", 4, n))
     x_table = b.ops[0].weights[0]
     x_table.data.view(np.float32)[:] = rows.reshape(-1)
     out = b.gather_rows(x, "wanted")
     program = Program(tuple(b.ops), tuple(b.values), x, out, StateShape(0, 1, 16, 0, 1, 16, 16, 4), 4)
-    exe = CudaBackend(HostLauncher()).compile(program, Limits(rows=4, out_rows=4, pages=1))
-    batch = Batch.single([0, 1, 2, 3], 0, np.zeros(1, np.int32), out_rows=[0, 1, 2, 3])
-    ids, values, report = exe.run_top(batch, min(k, n))
-    want = np.argsort(-np.where(np.isnan(rows), np.inf, rows), 1, kind="stable")[:, :k]
-    np.testing.assert_array_equal(ids, want)
-    np.testing.assert_array_equal(values, np.take_along_axis(rows, want, 1))
-    assert report.on_gpu
+    exe = CudaBackend(HostLauncher(order=order)).compile(program, Limits(rows=4, out_rows=4, pages=1))
+    pages = np.zeros(1, np.int32)
+    for wanted in ([2, 1], [0, 1, 2, 3], [3, 0], []):  # what a step found is gone with the next
+        found, report = exe.run(Batch.single([0, 1, 2, 3], 0, pages, out_rows=wanted), top=k)
+        np.testing.assert_array_equal(found, best_of(rows[wanted], k))
+        assert report.on_gpu
+        for place, row in enumerate(wanted):
+            np.testing.assert_array_equal(exe.full_logits(place), rows[row])
+    exe.close()
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 5), (5, 40), (8192, 4097)])
+def test_more_logits_than_can_be_found_are_all(n: int, k: int) -> None:
+    rng = np.random.default_rng(n)
+    b = Builder()
+    x = b.embed(random_tensor(rng, "table", "F32", 4, n))
+    out = b.gather_rows(x, "wanted")
+    program = Program(tuple(b.ops), tuple(b.values), x, out, StateShape(0, 1, 16, 0, 1, 16, 16, 4), 4)
+    launcher = HostLauncher()
+    exe = CudaBackend(launcher).compile(program, Limits(rows=4, out_rows=4, pages=1))
+    batch = Batch.single([3], 0, np.zeros(1, np.int32))
+    want = exe.run(batch)[0].copy()
+    np.testing.assert_array_equal(exe.run(batch, top=k)[0], want)
+    assert "top_k" not in launcher.names
     exe.close()
 
 

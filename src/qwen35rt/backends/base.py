@@ -212,10 +212,19 @@ class Executable(Protocol):
         """Bytes of one page: keys and values of all layers."""
         ...
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
         """One step: -> logits [N, n_vocab] of the wanted rows (valid until the next call), and what was done.
 
-        ``keep`` names values to return in the report (copies). Raises BackendError.
+        ``keep`` names values to return in the report (copies). ``top`` above 0: of each row only so many largest logits
+        need be there, of equal ones those of lower ids, a NaN before all numbers; others may be -inf. Raises
+        BackendError.
+        """
+        ...
+
+    def full_logits(self, row: int) -> Float:
+        """All logits [n_vocab] of a wanted row of the last step, whatever its ``top`` was; valid until the next step.
+
+        Raises BackendError for a row that was not wanted.
         """
         ...
 

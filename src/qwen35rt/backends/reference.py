@@ -52,14 +52,17 @@ class ReferenceExecutable:
         kv = (s.attention_layers, limits.pages, limits.page_tokens, s.kv_heads, s.head_dim)
         kept = np.float16 if limits.kv_dtype == "f16" else dtype
         self.keys, self.values = np.zeros(kv, kept), np.zeros(kv, kept)
+        self._wanted: Array = np.zeros((0, program.logits.width), dtype)  # logits of the last step
         self._weights: dict[int, Array] = {}  # by id: the program keeps its tensors alive
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Array, StepReport]:
-        """One step: -> logits [N, n_vocab] of the wanted rows in the working precision, and the report.
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Array, StepReport]:
+        """One step: -> logits [N, n_vocab] of the wanted rows in the working precision, all whatever ``top`` is, and
+        the report.
 
         Values that are not finite pass through without a warning: finding them is the caller's business.
         """
         began = time.perf_counter()
+        self._wanted = self._wanted[:0]
         check_batch(batch, self.limits, self.program.n_vocab)
         unknown = set(keep) - {v.name for v in self.program.values}
         if unknown:
@@ -82,7 +85,14 @@ class ReferenceExecutable:
         kept = {v.name: made[v.id].copy() for v in self.program.values if v.name in keep}
         devices = {"cpu": len(self.program.ops)}
         report = StepReport(devices, time.perf_counter() - began, len(batch.tokens), op_seconds, kept)
-        return made[self.program.logits.id], report
+        self._wanted = made[self.program.logits.id]
+        return self._wanted, report
+
+    def full_logits(self, row: int) -> Array:
+        """All logits of a wanted row of the last step."""
+        check_number("row", row, len(self._wanted))
+        logits: Array = self._wanted[row]
+        return logits
 
     def weight(self, tensor: QTensor) -> Array:
         """The tensor's numbers [rows, cols] or [n_expert, rows, cols]; dequantised once, F32 read where it lies."""

@@ -74,7 +74,7 @@ class SplitExecutable:
         for exe in (self._below, self._above):
             exe.profile = on  # type: ignore[attr-defined]  # the reference has no use for it
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
         """One step; see Executable.run. The report counts the ops of each device."""
         check_batch(batch, self.limits, self.program.n_vocab)
         unknown = [name for name in keep if name not in self._names]
@@ -86,7 +86,7 @@ class SplitExecutable:
         upper = [name for name in keep if name not in self._below_names]
         stream, first = self._below.run(replace(batch, out_rows=rows), lower)
         self._stream[: len(rows)] = stream
-        logits, second = self._above.run(replace(batch, tokens=rows), upper)
+        logits, second = self._above.run(replace(batch, tokens=rows), upper, top)
         devices, op_seconds = Counter[str](), defaultdict[str, float](float)
         for report in (first, second):
             devices.update(report.devices)
@@ -95,6 +95,10 @@ class SplitExecutable:
                 op_seconds[kind] += seconds
         spent = time.perf_counter() - began
         return logits, StepReport(dict(devices), spent, len(rows), dict(op_seconds), first.values | second.values)
+
+    def full_logits(self, row: int) -> Float:
+        """All logits of a wanted row of the last step; see Executable.full_logits."""
+        return self._above.full_logits(row)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the recurrent state of a slot."""

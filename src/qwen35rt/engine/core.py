@@ -82,6 +82,7 @@ class Core:
         self.counters = counters or Counters()
         self.waiting: deque[Turn] = deque()
         self.running: list[Session] = []  # in order of arrival
+        self.top = ENGINE.top_k_on_device  # logits of a row that a step asks for, if that is enough
         self._page_tokens = limits.page_tokens
         self._evicted = self.counters.evictions
 
@@ -281,20 +282,45 @@ class Core:
                     session.kept.append(entry)
                     saves.append((first + at - session.held - 1, entry.slot))
             first += rows
-        logits, report = self.executable.run(make_batch(work, saves))
+        top = self._top(work)
+        logits, report = self.executable.run(make_batch(work, saves), top=top)
+        last = self._last_rows(work, logits, top)
         self.counters.steps += 1
         self.counters.rows += first
         self.counters.step_rows[first] = self.counters.step_rows.get(first, 0) + 1
         self.counters.turn_steps += len(work)
         at = 0
-        for session, rows in work:
+        for (session, rows), row in zip(work, last, strict=True):
             for entry in session.kept:
                 entry.pins -= 1
             n = session.out_rows(rows)
-            self._advance(session, rows, logits[at : at + n], report, events)
+            self._advance(session, rows, logits[at : at + n], row, report, events)
             at += n
 
-    def _advance(self, session: Session, rows: int, logits: Float, report: StepReport, events: Events) -> None:
+    def _top(self, work: list[tuple[Session, int]]) -> int:
+        """How many of each row's largest logits a step asks for; 0: all. Penalties and bans may take half of them."""
+        for session, rows in work:
+            draws = rows == session.open_rows
+            if session.reads_prompt or (draws and not 0 < session.turn.needs_best <= self.top // 2):
+                return 0
+        return self.top
+
+    def _last_rows(self, work: list[tuple[Session, int]], logits: Float, top: int) -> list[Float]:
+        """Each session's last row, whole where what was asked for does not decide its draw.
+
+        All are there before the first turn changes: what the device may raise leaves turns as they were.
+        """
+        last, at = [], -1
+        for session, rows in work:
+            at += session.out_rows(rows)
+            draws = rows == session.open_rows
+            some = top > 0 and draws and not session.turn.enough(logits[at], top)
+            last.append(self.executable.full_logits(at) if some else logits[at])
+        return last
+
+    def _advance(
+        self, session: Session, rows: int, logits: Float, last: Float, report: StepReport, events: Events
+    ) -> None:
         """Take over what a step computed for a session: log-probabilities of the prompt, the next token."""
         turn, start, prompt = session.turn, session.held, len(session.turn.plan.ids)
         _unpin(session.source)
@@ -307,10 +333,10 @@ class Core:
             if turn.plan.prompt_logprobs and start < prompt:
                 turn.read_prompt(start, logits[: min(session.held, prompt - 1) - start])
             if session.open_rows:
-                check_finite(logits[-1])
+                check_finite(last)
                 session.kept.clear()
                 return
-            delta = turn.draw(logits[-1])
+            delta = turn.draw(last)
         except Exception as error:
             self._fail(session, error, events)
             return

@@ -19,6 +19,7 @@ from qwen35rt.config import SAMPLING, SAMPLING_LIMITS
 from qwen35rt.errors import GenerationFailed, RequestError
 
 _NOTHING = np.empty(0, np.int32)
+GREEDY = 1e-5  # temperatures below: arg-max, as in csrc/sampler.c
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ class Sampler:
         self._banned = _ids(never)
         self._banned_early = _ids(never | ends | set(params.stop_token_ids))
         self._check_some_left()
+        self._biased = np.fromiter(biases.keys(), np.int32, len(biases))
         self._native = _native.Sampling(
             params.temperature,
             min(params.top_k, n_vocab),
@@ -200,10 +202,10 @@ class Sampler:
             params.presence_penalty,
             self.seed,
             choice,
-            np.fromiter(biases.keys(), np.int32, len(biases)),
+            self._biased,
             np.fromiter(biases.values(), np.float32, len(biases)),
         )
-        self._native.set_banned(self._banned_early if params.min_tokens > 0 else self._banned)
+        self._ban(self._banned_early if params.min_tokens > 0 else self._banned)
         self._generated = _Tally() if params.presence_penalty != 0 or params.frequency_penalty != 0 else None
         self._window = _Tally() if params.repetition_penalty != 1 and params.repeat_last_n != 0 else None
         self._recent: deque[int] = deque()  # what the window holds, oldest first
@@ -212,6 +214,13 @@ class Sampler:
                 self._extend_window(self._window, token)
         n_top = -1 if params.logprobs is None else min(params.logprobs, n_vocab)
         self._n_top = n_top
+        raises = (
+            any(bias > 0 for bias in biases.values())
+            or min(params.presence_penalty, params.frequency_penalty) < 0
+            or params.repetition_penalty < 1
+        )
+        best = 1 if params.temperature < GREEDY else max(params.top_k, 0)
+        self._needs_best = 0 if raises or n_top >= 0 else best
         self._top_ids = np.empty(max(n_top, 1), np.int32)
         self._top_logprobs = np.empty(max(n_top, 1), np.float32)
 
@@ -231,11 +240,39 @@ class Sampler:
         """Count a drawn token: it is part of the output from now on."""
         self._n_generated += 1
         if self._n_generated == self.params.min_tokens:
-            self._native.set_banned(self._banned)
+            self._ban(self._banned)
         if self._generated is not None:
             self._generated.add(token)
         if self._window is not None:
             self._extend_window(self._window, token)
+
+    def _ban(self, banned: npt.NDArray[np.int32]) -> None:
+        self._native.set_banned(banned)
+        self._changed = np.concatenate([banned, self._biased])
+
+    @property
+    def needs_best(self) -> int:
+        """A draw is decided by so many best logits of a row, if bans, biases and penalties leave them as they are.
+
+        0: all logits are needed, as nothing bounds which tokens are drawn, logits other than those are raised, or
+        log-probabilities are asked for.
+        """
+        return self._needs_best
+
+    def enough(self, logits: npt.NDArray[np.float32], given: int) -> bool:
+        """Whether a row [n_vocab] that holds its ``given`` largest logits (of equal ones those of lower ids) and -inf
+        elsewhere gives the very token that the whole row would give.
+
+        What is not there comes behind all that is there, and is only lowered: it stays behind those that nothing
+        changes. (Where fewer than ``given`` are above -inf, that is the whole row.)
+        """
+        changed = [self._changed]
+        if self._window is not None:
+            changed.append(self._window.ids[: self._window.n])
+        if self._generated is not None:
+            changed.append(self._generated.ids[: self._generated.n])
+        lost = sum(int(np.count_nonzero(logits[ids] != -np.inf)) for ids in changed)
+        return 0 < self._needs_best <= given - lost
 
     def _hand_over(self) -> None:
         # The arrays move when they grow, and their length changes with each token.

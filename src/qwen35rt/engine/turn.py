@@ -103,6 +103,18 @@ class Turn:
         """Tokens of the prompt that were computed so far."""
         return self._prefilled
 
+    @property
+    def needs_best(self) -> int:
+        """Of how many best logits of a row a draw makes do; 0: it needs all. See Sampler.needs_best."""
+        return self._sampler.needs_best
+
+    def enough(self, logits: Float, given: int) -> bool:
+        """Whether the next ``draw`` may be from a row that has its ``given`` largest logits only, -inf elsewhere.
+
+        A token that is forced, or is not to be drawn at all, looks no further than whether the row is sound.
+        """
+        return bool(self._forced) or self.plan.budget == 0 or self._sampler.enough(logits, given)
+
     def began(self, cached: int) -> None:
         """Its first step comes; ``cached`` tokens of the prompt are in the state already."""
         if not self._first_step:

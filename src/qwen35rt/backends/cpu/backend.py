@@ -57,6 +57,7 @@ class CpuExecutable:
         self.profile = False
         self._fuse = fuse
         self._lowered: dict[bool, Lowered] = {}
+        self._wanted: Float = np.zeros((0, program.logits.width), np.float32)  # logits of the last step
         s = program.state
         kv_shape = (s.attention_layers, limits.pages, s.kv_heads, limits.page_tokens, s.head_dim)
         kv_type = np.dtype(f"f{limits.value_bytes}")
@@ -106,8 +107,9 @@ class CpuExecutable:
         """Threads that work on a step."""
         return self._pool.threads
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
-        """One step; see Executable.run."""
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
+        """One step; see Executable.run. All logits are there, whatever ``top`` is."""
+        self._wanted = self._wanted[:0]
         check_batch(batch, self.limits, self.program.n_vocab)
         lowered = self._get_lowered(self._fuse and not keep)
         unknown = [name for name in keep if name not in lowered.values]
@@ -147,7 +149,14 @@ class CpuExecutable:
         report = StepReport(
             {"cpu": len(self.program.ops)}, time.perf_counter() - start, len(batch.tokens), dict(op_seconds), values
         )
-        return lowered.logits[: len(batch.out_rows)], report
+        self._wanted = lowered.logits[: len(batch.out_rows)]
+        return self._wanted, report
+
+    def full_logits(self, row: int) -> Float:
+        """All logits of a wanted row of the last step."""
+        check_number("row", row, len(self._wanted))
+        logits: Float = self._wanted[row]
+        return logits
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the recurrent state of a slot."""
@@ -182,6 +191,7 @@ class CpuExecutable:
         self._lowered.clear()
         empty = np.zeros(0, np.float32)
         self._k = self._v = self._delta = self._conv = empty
+        self._wanted = self._wanted[:0]
 
     def _get_lowered(self, fuse: bool) -> Lowered:
         if fuse not in self._lowered:

@@ -22,7 +22,7 @@ from .interface import NOTHING, Launcher
 from .lowering import PIECE, Lowered, Lowering, Pools, Step, part_rows, up
 from .memory import HEADER, pack_step
 from .ops import lower
-from .sample import TopK
+from .sample import TOP_MOST, TopK
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class CudaExecutable:
         self._tops: dict[int, TopK] = {}
         # Rows, sequences and pages of most steps; a step that needs more makes room.
         self._step: Any = launcher.empty((len(HEADER) + 8 * limits.rows + 8 * limits.slots + limits.pages,), np.int32)
+        self._wanted: Any = ()  # logits of the last step, on the device
         self._logits: Float = np.zeros((0, program.logits.width), np.float32)  # on the host
         self._get_lowered(False)
         log.info("memory: %s", ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in self.memory.items()))
@@ -110,52 +111,58 @@ class CudaExecutable:
 
     # -------------------------------------------------------------------------------------- steps
 
-    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]:
-        """One step; see Executable.run."""
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
+        """One step; see Executable.run. With ``keep``, or where ``top`` is too many to be found, all logits are there.
+
+        Otherwise they stay on the device, and the largest come with one copy.
+        """
         began = time.perf_counter()
+        self._wanted = ()
+        n, width = len(batch.out_rows), self.program.logits.width
+        some = top if not keep and 0 < top < min(width, TOP_MOST + 1) else 0
         with self.launcher.activate():
-            lowered, ran, op_seconds = self._launch(batch, keep, None)
+            lowered, ran, op_seconds = self._launch(batch, keep, some)
             gathered = {v.name: v.gathered for v in self.program.values}
             values = {
-                name: self.launcher.download(
-                    lowered.values[name][: len(batch.out_rows) if gathered[name] else len(batch.tokens)]
-                ).copy()
+                name: self.launcher.download(lowered.values[name][: n if gathered[name] else len(batch.tokens)]).copy()
                 for name in keep
             }
-            n = len(batch.out_rows)
-            if len(self._logits) < n:
-                self._logits = self.launcher.host((n, self.program.logits.width), np.float32)
-            logits: Float = self.launcher.download(lowered.logits[:n], self._logits[:n])
+            if some:
+                logits = self._tops[some].rows(n)
+            else:
+                logits = self.launcher.download(lowered.logits[:n], self._room(n))
+        self._wanted = lowered.logits[:n]
         return logits, self._report(batch, ran, began, op_seconds, values)
 
-    def run_top(self, batch: Batch, k: int) -> tuple[Int, Float, StepReport]:
-        """One step whose logits stay on the device: -> token ids int32 and logits float32 [N, k], the largest first,
-        ties to the lower id. A NaN counts as the largest. Raises BackendError."""
-        if not 1 <= k <= self.program.logits.width:
-            raise BackendError(f"the {k} largest of {self.program.logits.width} logits are wanted")
-        began = time.perf_counter()
+    def full_logits(self, row: int) -> Float:
+        """All logits of a wanted row of the last step, copied now."""
+        check_number("row", row, len(self._wanted))
         with self.launcher.activate():
-            if k not in self._tops:
-                self._tops[k] = TopK(self.launcher, self._get_lowered(False).logits, self._step, k)
-            _, ran, op_seconds = self._launch(batch, (), k)
-            n = len(batch.out_rows)
-            ids: Int = self.launcher.download(self._tops[k].ids[:n])
-            logits: Float = self.launcher.download(self._tops[k].values[:n])
-        return ids, logits, self._report(batch, ran, began, op_seconds, {})
+            logits: Float = self.launcher.download(self._wanted[row], self._room(len(self._wanted))[row])
+        return logits
+
+    def _room(self, n: int) -> Float:
+        """Room on the host for n whole rows."""
+        if len(self._logits) < n:
+            self._logits = self.launcher.host((n, self.program.logits.width), np.float32)
+        return self._logits[:n]
 
     def _report(
         self, batch: Batch, ran: int, began: float, op_seconds: dict[str, float], values: dict[str, Float]
     ) -> StepReport:
         return StepReport({"cuda": ran}, time.perf_counter() - began, len(batch.tokens), op_seconds, values)
 
-    def _launch(self, batch: Batch, keep: Sequence[str], top: int | None) -> tuple[Lowered, int, dict[str, float]]:
-        """-> the program's launches, how many of its ops were launched, seconds by kind of op."""
+    def _launch(self, batch: Batch, keep: Sequence[str], top: int) -> tuple[Lowered, int, dict[str, float]]:
+        """-> the program's launches, how many of its ops were launched, seconds by kind of op. Behind them the ``top``
+        largest logits are found, if that is above 0."""
         check_batch(batch, self.limits, self.program.n_vocab)
         unknown = set(keep) - {v.name for v in self.program.values}
         if unknown:
             raise BackendError(f"the program has no value named {sorted(unknown)[0]!r}")
         self._send(pack_step(batch))
         lowered = self._get_lowered(bool(keep))
+        if top and top not in self._tops:
+            self._tops[top] = TopK(self.launcher, lowered.logits, self._step, top)
         step = self._step_of(batch)
         bucket = None if keep or self.profile else self._bucket(batch)
         seconds: dict[str, float] = {}
@@ -165,7 +172,7 @@ class CudaExecutable:
             ran, seconds = self._go_timed(lowered, step)
         else:
             ran = lowered.go(step)
-        if top is not None:
+        if top:
             self._tops[top].go(step)
         return lowered, ran, seconds
 
@@ -264,7 +271,7 @@ class CudaExecutable:
         self._lowered.clear()
         self._weights.clear()
         self._pools = Pools(None, None, None, None)
-        self._step = None
+        self._step, self._wanted = None, ()
 
     # -------------------------------------------------------------------------------------- weights
 
