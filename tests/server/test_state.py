@@ -147,6 +147,19 @@ async def test_tokenize_renders_messages_as_chat_does(make: Make) -> None:
     assert len((await server.post(asked, "/tokenize")).json["token_strs"]) == n
 
 
+@asynchronous
+async def test_prompts_are_shown_and_counted_whatever_the_engine_does(make: Make) -> None:
+    """C2: only what generates is refused while it drains or starts anew."""
+    server = make()
+    object.__setattr__(server.service.model, "template", ChatTemplate(CHATML))
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for state in ("draining", "restarting"):
+        server.engine.state = state
+        for path in ("/apply-template", "/v1/chat/completions/input_tokens", "/tokenize"):
+            assert (await server.post(body, path)).status == 200, path
+        assert (await server.post(body, "/v1/chat/completions")).status == 503
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
