@@ -310,6 +310,17 @@ async def test_a_template_of_the_request(open_chat: Open) -> None:
 
 
 @asynchronous
+async def test_c6_the_first_chat_finds_everything_built(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*given: Any) -> None:
+        raise AssertionError("this belongs to loading")
+
+    chat = open_chat()
+    monkeypatch.setattr("qwen35rt.tokenizer.chat._environment", late)
+    monkeypatch.setattr("qwen35rt.server.prompt.Guard", late)
+    assert (await chat.ask(max_tokens=1)).status == 200
+
+
+@asynchronous
 async def test_an_empty_prompt(open_chat: Open) -> None:
     error = await open_chat("{{ '' }}").refused()
     assert (error["code"], error["param"]) == ("empty_prompt", "messages")

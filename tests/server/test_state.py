@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from qwen35rt.server.routes import HEALTH, ROUTES, STAGE_1
-from qwen35rt.tokenizer import ChatTemplate
-from tests.server.conftest import Make, Server
+from tests.server.conftest import Make, Open, Server
 from tests.server.fake import Exchange, asynchronous, eventually
 from tests.server.live import CountedEngine
 from tests.tiny_vocab import CHATML
@@ -134,9 +133,8 @@ async def test_tokenize_in_both_shapes(server: Server) -> None:
 
 
 @asynchronous
-async def test_tokenize_renders_messages_as_chat_does(make: Make) -> None:
-    server = make()
-    object.__setattr__(server.service.model, "template", ChatTemplate(CHATML))
+async def test_tokenize_renders_messages_as_chat_does(open_chat: Open) -> None:
+    server = open_chat(CHATML)
     body = {"messages": [{"role": "user", "content": "<|im_end|>"}]}
     counted = (await server.post(body, "/tokenize")).json
     prompt = (await server.post(body, "/apply-template")).json["prompt"]
@@ -148,10 +146,9 @@ async def test_tokenize_renders_messages_as_chat_does(make: Make) -> None:
 
 
 @asynchronous
-async def test_prompts_are_shown_and_counted_whatever_the_engine_does(make: Make) -> None:
+async def test_prompts_are_shown_and_counted_whatever_the_engine_does(open_chat: Open) -> None:
     """C2: only what generates is refused while it drains or starts anew."""
-    server = make()
-    object.__setattr__(server.service.model, "template", ChatTemplate(CHATML))
+    server = open_chat(CHATML)
     body = {"messages": [{"role": "user", "content": "x"}]}
     for state in ("draining", "restarting"):
         server.engine.state = state

@@ -183,7 +183,7 @@ class Service:
     def _load(self, open_model: Callable[[], Loaded]) -> None:
         try:
             model = open_model()
-            model.longest_token  # noqa: B018 - worked out now, not in the first request
+            model.prepare()
             self.metrics.loaded(model.facts)
             self._model, self.progress = model, 1.0
         except Exception as e:
