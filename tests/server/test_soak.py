@@ -12,6 +12,7 @@ import json
 import random
 import socket
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
-from qwen35rt.server.run import spare_collector
+from qwen35rt.server.run import _allow_descriptors, spare_collector
 from qwen35rt.tokenizer import Tokenizer
 from tests.server.crowd import Answer, ask, crowd, together
-from tests.server.fake import FakeEngine
-from tests.server.live import Live, eventually, live, reset
+from tests.server.live import engine_of, eventually, live, reset
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -31,11 +31,6 @@ pytestmark = pytest.mark.timeout(1800)
 def sizes(short: int, long: int) -> pytest.MarkDecorator:
     """A test with a short form and a long one."""
     return pytest.mark.parametrize("n", [short, pytest.param(long, marks=pytest.mark.long)])
-
-
-def engine_of(server: Live) -> FakeEngine:
-    assert server.engine is not None
-    return server.engine
 
 
 @contextmanager
@@ -269,3 +264,43 @@ def test_slow_bodies_hold_nobody_up(tokenizer: Tokenizer, n: int) -> None:
         eventually(lambda: server.idle)
         assert server.bodies.held == 0
         assert client.post("/v1/completions", json={"prompt": "x"}).is_success
+
+
+@sizes(20, 500)
+def test_clients_that_wait_hold_nobody_up(tokenizer: Tokenizer, n: int) -> None:
+    """Beside ``n`` idle connections, ``n`` that stop within their header and ``n / 5`` within their body requests are
+    served (long form: in at most twice the time, medians of rounds in turn), and nothing of the others stays."""
+    _allow_descriptors()
+    settings = {"keep_alive": 900.0, "body_timeout": 900.0}
+    with live(tokenizer, **settings) as server, server.client() as client:
+        server.ready()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+        sent = [b""] * n + [head[:40]] * n + [head + b'{"prompt":'] * (n // 5)
+        before = psutil.Process().num_fds()
+
+        def ask() -> float:
+            """Milliseconds, the middle of many."""
+            times = []
+            for _ in range(200 if n >= 500 else 5):
+                began = time.perf_counter()
+                assert client.post("/v1/completions", json={"prompt": "x"}).is_success
+                times.append(1e3 * (time.perf_counter() - began))
+            return statistics.median(times)
+
+        ask()
+        alone, beside = [], []
+        for _ in range(3 if n >= 500 else 1):
+            alone.append(ask())
+            waiting = [server.connect() for _ in sent]
+            for connection, data in zip(waiting, sent, strict=True):
+                connection.sendall(data)
+            eventually(lambda: server.open == n // 5, 30)
+            beside.append(ask())
+            for connection in waiting:
+                reset(connection)
+            eventually(lambda: server.open == 0, 30)
+        eventually(lambda: server.idle)
+        eventually(lambda: psutil.Process().num_fds() <= before + 2, 30)
+        print(f"ms a request: {statistics.median(alone):.2f} alone, {statistics.median(beside):.2f} beside {len(sent)}")
+        if n >= 500:
+            assert statistics.median(beside) <= 2 * statistics.median(alone)
