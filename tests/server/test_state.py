@@ -9,7 +9,7 @@ import pytest
 
 from qwen35rt.server.routes import HEALTH, ROUTES, STAGE_1
 from tests.server.conftest import Make, Open, Server
-from tests.server.fake import Exchange, asynchronous, eventually
+from tests.server.fake import Exchange, asynchronous, eventually, make_tokenizer
 from tests.server.live import CountedEngine
 from tests.tiny_vocab import CHATML
 
@@ -130,6 +130,19 @@ async def test_tokenize_in_both_shapes(server: Server) -> None:
         "token_strs": [tokenizer.vocab.tokens[i] for i in ids],
     }
     assert (await server.post({"prompt": text}, "/tokenize")).json["token_strs"] is None
+
+
+@asynchronous
+async def test_tokenize_puts_the_files_own_token_in_front(make: Make) -> None:
+    """C13: of ``prompt`` unless it is switched off, of ``content`` where it is asked for."""
+    server = make(of=make_tokenizer(add_bos_token=True, bos_token_id=1))
+    for body, switch, default in (
+        ({"content": "a"}, "add_special", False),
+        ({"prompt": "a"}, "add_special_tokens", True),
+    ):
+        for given, there in ((None, default), (True, True), (False, False)):
+            tokens = (await server.post(body | {switch: given}, "/tokenize")).json["tokens"]
+            assert (tokens[0] == 1, len(tokens)) == (there, 1 + there), (body, given)
 
 
 @asynchronous
