@@ -194,8 +194,8 @@ def test_c65_arrivals_beyond_the_queue_are_refused(tokenizer: Tokenizer, n: int)
 @sizes(8, 50)
 def test_c53_readers_that_stop_slow_nobody(tokenizer: Tokenizer, n: int) -> None:
     """Beside ``n`` streams that nobody reads the others are complete, what the server holds for the former is bounded,
-    and (long form) the latter get at least 90 of 100 tokens in the same time: medians of rounds in turn. Prints the
-    99th percentile between tokens too, where a step takes 5 ms."""
+    and (long form, rounds in turn) the latter get at least 90 of 100 tokens in the same time (medians), and where a
+    step takes 5 ms the 99th percentile between their tokens grows by at most a tenth (best rounds)."""
     buffer = 64 << 10
     with live(tokenizer, parallel=n + 4, write_timeout=600, max_stream_buffer=buffer) as server, spared_collector():
         engine = engine_of(server)
@@ -220,7 +220,11 @@ def test_c53_readers_that_stop_slow_nobody(tokenizer: Tokenizer, n: int) -> None
             found = [
                 server.connect({"prompt": "x", "stream": True, "max_tokens": 1_000_000}, narrow=True) for _ in range(n)
             ]
-            eventually(lambda: sum(job.turn.paused for job in list(engine.running)) == n, 60)
+            steps = -1
+            while steps != engine.steps:  # what they have is written until nothing more goes out
+                steps = engine.steps
+                eventually(lambda: sum(job.turn.paused for job in list(engine.running)) == n, 60)
+                time.sleep(0.3)
             return found
 
         alone, beside, gaps_alone, gaps_beside = [], [], [], []
@@ -238,10 +242,11 @@ def test_c53_readers_that_stop_slow_nobody(tokenizer: Tokenizer, n: int) -> None
                 reset(connection)
             eventually(lambda: server.idle, 10)
         print(f"tokens per second: {statistics.median(alone):.0f} alone, {statistics.median(beside):.0f} beside {n}")
-        told = [f"{statistics.median(gaps):.1f}" for gaps in (gaps_alone, gaps_beside)]
-        print(f"99th percentile between tokens, ms: {told[0]} alone, {told[1]} beside {n}")
+        told = [f"{min(gaps):.2f}" for gaps in (gaps_alone, gaps_beside)]
+        print(f"99th percentile between tokens, ms, best of rounds: {told[0]} alone, {told[1]} beside {n}")
         if n >= 50:
             assert statistics.median(beside) >= 0.9 * statistics.median(alone)
+            assert min(gaps_beside) <= 1.1 * min(gaps_alone)
 
 
 @sizes(100, 500)
