@@ -121,6 +121,16 @@ async def test_c9_edges_are_taken(server: Server) -> None:
 
 
 @asynchronous
+async def test_c30_min_tokens_up_to_the_number_that_may_come(server: Server) -> None:
+    """Of the request, else the default one; -1 has no end."""
+    for fields in ({"min_tokens": 257}, {"min_tokens": 4, "max_tokens": 3}, {"min_tokens": 4, "n_predict": 0}):
+        answer = await server.post({"prompt": "a", **fields})
+        assert (answer.status, answer.error["param"]) == (400, "min_tokens"), fields
+    for fields in ({"min_tokens": 256}, {"min_tokens": 3, "max_tokens": 3}, {"min_tokens": 4, "n_predict": -1}):
+        assert (await server.post({"prompt": "a", **fields})).status == 200, fields
+
+
+@asynchronous
 async def test_limits_of_lists_are_those_of_the_flags(make: Make) -> None:
     """Both where no model is needed and where the plan is made."""
     flags = {"max_stops": 17, "max_stop_token_ids": 2, "max_logit_bias": 1, "max_logprobs": 21}
