@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .config import ENGINE, SAMPLING_LIMITS
+from .config import ENGINE, SAMPLING_LIMITS, SamplingLimits
 from .engine.sampler import SamplingParams, fresh_seed
 from .errors import ContextLengthExceeded, RequestError
 
@@ -73,7 +73,9 @@ class Plan:
     markup: Markup | None = None
 
 
-def sampling_params(given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: int) -> SamplingParams:
+def sampling_params(
+    given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: int, limits: SamplingLimits = SAMPLING_LIMITS
+) -> SamplingParams:
     """Sampling fields of a request; absent ones and None take the model file's value, else the default (C10).
 
     ``file``: the model's metadata. Raises RequestError naming the field for unknown names and illegal values.
@@ -97,7 +99,7 @@ def sampling_params(given: Mapping[str, Any], file: Mapping[str, Any], n_vocab: 
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
     params = SamplingParams(**values)
-    params.validate(n_vocab)
+    params.validate(n_vocab, limits)
     return params
 
 

@@ -19,6 +19,7 @@ from qwen35rt.tokenizer import ChatTemplate, Tokenizer
 from tests.server.chat_server import HI, PATH, add_up, without_ids
 from tests.server.chat_templates import QWEN
 from tests.server.fake import Exchange, FakeEngine, loaded, make_tokenizer
+from tests.server.live import Live, live
 
 
 @dataclass
@@ -108,6 +109,7 @@ class ChatServer(Server):
 S = TypeVar("S", bound=Server)
 Make = Callable[..., Server]
 Open = Callable[..., ChatServer]
+Start = Callable[..., Live]
 
 
 class Servers:
@@ -179,3 +181,18 @@ def open_chat(servers: Servers, tokenizer: Tokenizer) -> Open:
 @pytest.fixture
 def chat(open_chat: Open) -> ChatServer:
     return open_chat()
+
+
+@pytest.fixture
+def start(tokenizer: Tokenizer) -> Iterator[Start]:
+    """Start servers; ends them after the test."""
+    running: list[Live] = []
+
+    def begin(**options: Any) -> Live:
+        found = live(tokenizer, **options).__enter__()
+        running.append(found)
+        return found.ready()
+
+    yield begin
+    for server in running:
+        server.__exit__(None, None, None)

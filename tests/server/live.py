@@ -27,6 +27,7 @@ from qwen35rt.tokenizer import Tokenizer
 from tests.server.fake import FakeEngine, Job, loaded
 
 TERM = 15
+LONG = {"prompt": "hello", "max_tokens": 100_000, "stream": True}
 
 
 class CountedEngine(FakeEngine):
@@ -126,6 +127,12 @@ class Live:
         return found
 
     @property
+    def open(self) -> int:
+        """Requests in flight."""
+        assert self.process.app is not None
+        return len(self.process.app.extensions["qwen35rt"].open)
+
+    @property
     def idle(self) -> bool:
         """Nothing is held any more."""
         assert self.engine is not None
@@ -177,6 +184,12 @@ def failing(error: Exception, **settings: Any) -> Live:
         raise error
 
     return Live(Service(ServerSettings(**settings), open_model))
+
+
+def engine_of(server: Live) -> FakeEngine:
+    """Of a server that has a scripted one."""
+    assert server.engine is not None
+    return server.engine
 
 
 def reset(connection: socket.socket) -> None:

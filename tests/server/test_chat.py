@@ -243,6 +243,15 @@ async def test_c9_faults_name_their_field(open_chat: Open, body: dict[str, Any],
 
 
 @asynchronous
+async def test_the_number_of_messages_is_bounded(open_chat: Open) -> None:
+    for most, settings in ((4096, {}), (2, {"max_messages": 2})):
+        chat = open_chat("{{ messages | length }}", **settings)
+        assert (await chat.ask(messages=[HI] * most, max_tokens=1)).status == 200
+        error = await chat.refused(messages=[HI] * (most + 1))
+        assert (error["param"], error["code"]) == ("messages", "invalid_value")
+
+
+@asynchronous
 async def test_b82_images_need_a_vision_model(chat: ChatServer) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     error = await chat.refused(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, image]}])
@@ -307,6 +316,17 @@ async def test_a_template_of_the_request(open_chat: Open) -> None:
     without = open_chat(None, allow_request_template=True)
     assert (await without.ask(chat_template="{% if %}")).error["code"] == "template_error"
     assert (await without.ask(chat_template="")).error["code"] == "no_chat_template"
+
+
+@asynchronous
+async def test_c6_the_first_chat_finds_everything_built(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*given: Any) -> None:
+        raise AssertionError("this belongs to loading")
+
+    chat = open_chat()
+    monkeypatch.setattr("qwen35rt.tokenizer.chat._environment", late)
+    monkeypatch.setattr("qwen35rt.server.prompt.Guard", late)
+    assert (await chat.ask(max_tokens=1)).status == 200
 
 
 @asynchronous

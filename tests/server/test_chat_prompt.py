@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -84,6 +85,15 @@ def test_b82_parts_that_are_no_text(kind: str) -> None:
 def test_b82_arguments_as_text_and_as_object(arguments: Any, text: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     assert plain({"role": "assistant", "tool_calls": [call]}) == f"assistant::::[f {text}];"
+
+
+def test_arguments_that_are_no_object_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "qwen35rt")
+    for text in ("", "{}", '{"a": 1}', '{"a": "secret', "[1]"):
+        read({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]})
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == 2
+    assert all("messages[0].tool_calls[0].function.arguments" in line and "secret" not in line for line in lines)
 
 
 def test_calls_that_are_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import warnings
 from typing import Any
@@ -13,8 +14,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import openai
 
-from tests.server.conftest import Server
-from tests.server.fake import asynchronous
+from tests.server.conftest import Make, Server
+from tests.server.fake import asynchronous, eventually
 
 
 def client_of(app: Any, **options: Any) -> openai.AsyncOpenAI:
@@ -66,3 +67,25 @@ async def test_the_openai_client_understands_errors(server: Server) -> None:
         assert refused.value.status_code == 501
     text = server.service.metrics.text().decode()
     assert re.search(r'requests_total\{endpoint="/v1/embeddings",.*status="501"\} 1.0', text), "it was repeated"
+
+
+@pytest.mark.parametrize("n", [4, pytest.param(1000, marks=pytest.mark.long)])
+def test_the_openai_client_comes_again_until_it_is_served(make: Make, n: int) -> None:
+    """C65: many ask at once, more than slots and queue hold. The library obeys Retry-After; nobody is left out."""
+    slots, queue = (4, 64) if n >= 1000 else (1, 1)
+    server = make(parallel=slots, queue=queue)
+    server.engine.delay = 0.005
+    server.engine.script = lambda plan: server.engine.ids(b"x") * (plan.ids[0] % 5 + 1)
+
+    @asynchronous
+    async def run() -> None:
+        async with client_of(server.app, max_retries=200, timeout=600) as client:
+            asked = [client.completions.create(model="tiny", prompt=[i % 256]) for i in range(n)]
+            answers = await asyncio.gather(*asked)
+        for i, answer in enumerate(answers):
+            assert answer.choices[0].text == "x" * (i % 256 % 5 + 1)
+        await eventually(lambda: server.counts().get(("success", "200")) == n)
+        assert server.counts()["failure", "503"] >= n - slots - queue
+        assert server.idle
+
+    run()

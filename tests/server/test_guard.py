@@ -112,6 +112,7 @@ async def test_origins(make: Make) -> None:
         assert "access-control-allow-origin" not in answer.headers
     answer = await server.post({"prompt": "a"}, headers=[("Origin", "https://good.example")])
     assert answer.headers["access-control-allow-origin"] == "https://good.example"
+    assert answer.headers["vary"] == "Origin"
     assert "access-control-allow-credentials" not in answer.headers
 
 

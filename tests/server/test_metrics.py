@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,23 @@ async def test_buffered_and_streamed_requests_are_measured_alike(server: Server)
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
         assert found[f"qwen35rt:{name}_seconds_count"] == 2
     assert found["qwen35rt:request_success_total"] == 2
+
+
+@asynchronous
+async def test_c64_latency_runs_from_the_arrival_of_the_head(make: Make) -> None:
+    """The time in which a body comes belongs to it, but to no phase of the engine."""
+    for stream in (b"false", b"true"):
+        server = make()
+        request = server.begin(b'{"stream": ' + stream, complete=False)
+        await asyncio.sleep(0.3)
+        request._incoming.put_nowait({"type": "http.request", "body": b', "prompt": "a"}', "more_body": False})
+        assert (await request.end()).status == 200
+        found = await samples(server)
+        first, queue, prefill, whole = (
+            found[f"qwen35rt:{name}_seconds_sum"]
+            for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency")
+        )
+        assert whole >= first >= queue + prefill + 0.29
 
 
 @asynchronous

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,5 +108,37 @@ async def test_each_step_counts_its_rows_once_the_server_is_ready(tiny_dense: Pa
         await post(create_app(service), {"prompt": [70] * 20, "max_tokens": 3, "ignore_eos": True})
         (line,) = [line for line in service.metrics.text().splitlines() if line.startswith(name)]
         assert line.endswith(b" 22.0")
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_b19_prompts_that_are_computed_in_one_step(tiny_dense: Path, slots: int) -> None:
+    """50 rounds of requests at once, some with their prompt and its log-probabilities, are all answered as alone."""
+    rng = random.Random(19)
+    settings = ServerSettings(model=str(tiny_dense), ctx_size=256, parallel=slots, threads=1, device="cpu", cache_ram=4)
+    service = Service(settings, lambda: open_model(settings))
+
+    def body() -> dict[str, Any]:
+        prompt = [70 + rng.randrange(50) for _ in range(rng.randint(1, 60))]
+        scored = {"echo": True, "logprobs": rng.randrange(3)} if rng.random() < 0.4 else {}
+        return {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, **scored}
+
+    @asynchronous
+    async def run() -> None:
+        app = create_app(service)
+        for number in range(50):
+            bodies = [body() for _ in range(slots)]
+            answers = await asyncio.gather(*(post(app, b) for b in bodies))
+            assert [a.status for a in answers] == [200] * slots
+            if number % 10 == 0:
+                for b, a in zip(bodies, answers, strict=True):
+                    assert (await post(app, b)).json["choices"][0]["text"] == a.json["choices"][0]["text"]
+
+    service.start()
+    assert service.loaded.wait(30)
+    assert service.failure is None
+    try:
+        run()
     finally:
         service.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from typing import Any
 
@@ -117,6 +118,33 @@ async def test_c9_edges_are_taken(server: Server) -> None:
     for name, values in edges.items():
         for value in values:
             assert (await server.post({"prompt": "a", "max_tokens": 2, name: value})).status == 200, (name, value)
+
+
+@asynchronous
+async def test_c30_min_tokens_up_to_the_number_that_may_come(server: Server) -> None:
+    """Of the request, else the default one; -1 has no end."""
+    for fields in ({"min_tokens": 257}, {"min_tokens": 4, "max_tokens": 3}, {"min_tokens": 4, "n_predict": 0}):
+        answer = await server.post({"prompt": "a", **fields})
+        assert (answer.status, answer.error["param"]) == (400, "min_tokens"), fields
+    for fields in ({"min_tokens": 256}, {"min_tokens": 3, "max_tokens": 3}, {"min_tokens": 4, "n_predict": -1}):
+        assert (await server.post({"prompt": "a", **fields})).status == 200, fields
+
+
+@asynchronous
+async def test_limits_of_lists_are_those_of_the_flags(make: Make) -> None:
+    """Both where no model is needed and where the plan is made."""
+    flags = {"max_stops": 17, "max_stop_token_ids": 2, "max_logit_bias": 1, "max_logprobs": 21}
+    server = make(**flags)
+    fields: dict[str, list[Any]] = {
+        "stop": [[f"{i}," for i in range(17)], [f"{i}," for i in range(18)]],
+        "stop_token_ids": [[1, 2], [1, 2, 3]],
+        "logit_bias": [{"1": 1}, {"1": 1, "2": 1}],
+        "logprobs": [21, 22],
+    }
+    for name, (legal, beyond) in fields.items():
+        assert (await server.post({"prompt": "a", name: legal})).status == 200, name
+        answer = await server.post({"prompt": "a", name: beyond})
+        assert (answer.status, answer.error["param"]) == (400, name)
 
 
 @asynchronous
@@ -261,6 +289,17 @@ async def test_c12_any_model_name_is_echoed_unless_strict(server: Server, make: 
     for name in ("tiny", "nick"):
         assert (await strict.post({"prompt": "a", "model": name})).status == 200
     assert strict.idle
+
+
+@asynchronous
+async def test_c12_another_name_is_logged_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    server = make(facts={"aliases": ("nick",)})
+    caplog.set_level(logging.INFO, "qwen35rt.server.service")
+    for name in ("any", "tiny", "any", "nick", "other", "any"):
+        assert (await server.post({"prompt": "a", "model": name})).status == 200
+    names = [r.args[0] for r in caplog.records if isinstance(r.args, tuple) and "names the model" in r.msg]
+    assert names == ["any", "other"]
+    assert all(r.levelno < logging.WARNING for r in caplog.records)
 
 
 @asynchronous

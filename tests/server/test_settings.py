@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen35rt.config import SAMPLING_LIMITS
 from qwen35rt.errors import ConfigError
 from qwen35rt.server.settings import ServerSettings, is_loopback, read_settings
 
@@ -98,3 +99,6 @@ def test_queue_grows_with_the_slots() -> None:
 def test_limits_are_flags() -> None:
     names = {f.name for f in dataclasses.fields(ServerSettings)}
     assert names >= {"max_body", "max_header", "max_headers", "max_json_depth", "max_prompts", "max_open"}
+    assert ServerSettings().sampling_limits == SAMPLING_LIMITS
+    lists = ServerSettings(max_stops=1, max_stop_token_ids=2, max_logit_bias=3, max_logprobs=4).sampling_limits
+    assert (lists.max_stops, lists.max_stop_token_ids, lists.max_biases, lists.max_logprobs) == (1, 2, 3, 4)

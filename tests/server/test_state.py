@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from qwen35rt.server.routes import HEALTH, ROUTES, STAGE_1
-from qwen35rt.tokenizer import ChatTemplate
-from tests.server.conftest import Make, Server
-from tests.server.fake import Exchange, asynchronous, eventually
+from tests.server.conftest import Make, Open, Server
+from tests.server.fake import Exchange, asynchronous, eventually, make_tokenizer
 from tests.server.live import CountedEngine
 from tests.tiny_vocab import CHATML
 
@@ -134,9 +133,21 @@ async def test_tokenize_in_both_shapes(server: Server) -> None:
 
 
 @asynchronous
-async def test_tokenize_renders_messages_as_chat_does(make: Make) -> None:
-    server = make()
-    object.__setattr__(server.service.model, "template", ChatTemplate(CHATML))
+async def test_tokenize_puts_the_files_own_token_in_front(make: Make) -> None:
+    """C13: of ``prompt`` unless it is switched off, of ``content`` where it is asked for."""
+    server = make(of=make_tokenizer(add_bos_token=True, bos_token_id=1))
+    for body, switch, default in (
+        ({"content": "a"}, "add_special", False),
+        ({"prompt": "a"}, "add_special_tokens", True),
+    ):
+        for given, there in ((None, default), (True, True), (False, False)):
+            tokens = (await server.post(body | {switch: given}, "/tokenize")).json["tokens"]
+            assert (tokens[0] == 1, len(tokens)) == (there, 1 + there), (body, given)
+
+
+@asynchronous
+async def test_tokenize_renders_messages_as_chat_does(open_chat: Open) -> None:
+    server = open_chat(CHATML)
     body = {"messages": [{"role": "user", "content": "<|im_end|>"}]}
     counted = (await server.post(body, "/tokenize")).json
     prompt = (await server.post(body, "/apply-template")).json["prompt"]
@@ -145,6 +156,18 @@ async def test_tokenize_renders_messages_as_chat_does(make: Make) -> None:
     assert (counted["count"], tokenizer.decode(counted["tokens"], skip_special=False)) == (n, prompt)
     asked = body | {"return_token_strs": True, "add_special_tokens": True}
     assert len((await server.post(asked, "/tokenize")).json["token_strs"]) == n
+
+
+@asynchronous
+async def test_prompts_are_shown_and_counted_whatever_the_engine_does(open_chat: Open) -> None:
+    """C2: only what generates is refused while it drains or starts anew."""
+    server = open_chat(CHATML)
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for state in ("draining", "restarting"):
+        server.engine.state = state
+        for path in ("/apply-template", "/v1/chat/completions/input_tokens", "/tokenize"):
+            assert (await server.post(body, path)).status == 200, path
+        assert (await server.post(body, "/v1/chat/completions")).status == 503
 
 
 @pytest.mark.parametrize(

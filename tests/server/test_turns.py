@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,14 @@ from qwen35rt.errors import (
     EngineStopped,
     GenerationFailed,
     OutOfMemory,
+    QueueFull,
     Qwen35Error,
     RequestError,
 )
+from qwen35rt.server.record import Record, _log
+from qwen35rt.server.turns import Pace
 from tests.server.conftest import Make, Server
-from tests.server.fake import asynchronous, eventually, make_tokenizer, started
+from tests.server.fake import Exchange, asynchronous, eventually, make_tokenizer, started
 
 
 def failing(error: Exception, after: int) -> Any:
@@ -69,21 +73,28 @@ async def test_c50_a_failure_before_the_first_event_is_an_http_error(make: Make)
 
 @asynchronous
 async def test_c50_a_slow_start_sends_comments(make: Make) -> None:
+    """The engine is held up until they have come."""
+    go = threading.Event()
+
+    async def slow(server: Server, pings: int) -> Exchange:
+        go.clear()
+        stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 1})
+        await stream.until(lambda: stream.body.count(b": ping\n\n") >= pings)
+        await asyncio.sleep(0.15)
+        go.set()
+        return await stream.end()
+
     server = make(first_event=0.05, sse_ping=0.05)
-    server.engine.delay = 0.4
-    stream = server.begin({"prompt": "a", "stream": True, "max_tokens": 1})
-    await stream.until(lambda: b": ping\n\n" in stream.body)
-    assert stream.status == 200
-    await stream.end()
-    assert stream.text == " "
+    server.engine.script = lambda plan: (token for token in server.engine.ids(b" ") if go.wait(20))
+    stream = await slow(server, 3)
+    assert (stream.status, stream.text) == (200, " ")
     assert stream.body.startswith(b": ping\n\n")
-    server.engine.fault = failing(GenerationFailed("late"), 0)
-    stream = await server.post({"prompt": "a", "stream": True})
+    server.engine.fault = lambda turn, n: GenerationFailed("late") if go.wait(20) else None
+    stream = await slow(server, 1)
     assert (stream.status, stream.events[-1]["error"]["code"]) == (200, "generation_failed")
     quiet = make(first_event=0.05, sse_ping=0)
-    quiet.engine.delay = 0.2
-    stream = await quiet.post({"prompt": "a", "stream": True, "max_tokens": 2})
-    assert stream.body.count(b": ping") == 1
+    quiet.engine.script = lambda plan: (token for token in quiet.engine.ids(b" ") if go.wait(20))
+    assert (await slow(quiet, 1)).body.count(b": ping") == 1
 
 
 @asynchronous
@@ -215,6 +226,57 @@ async def test_one_log_line_per_request_without_its_text(server: Server, caplog:
     assert "secret" not in everything
     assert "sesame" not in everything
     assert "\nx" not in everything
+
+
+def test_log_lines_have_no_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+    """What stands in them comes from outside: from a proxy's header, a file's name."""
+    caplog.set_level(logging.INFO, "qwen35rt")
+    record = Record({"client": ("a\nb\x1b[2J\u2028c", 1)})
+    _log(record)
+    assert caplog.records[-1].message.endswith(r"client=a\nb\x1b[2J\u2028c")
+
+
+def test_retry_after_follows_the_pace_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C2: the time until those that are here will have ended, 1 to 120 s."""
+    now = 0.0
+    monkeypatch.setattr("qwen35rt.server.turns.time", SimpleNamespace(monotonic=lambda: now))
+    pace = Pace()
+    for _ in range(14):
+        pace.begin()
+    assert pace.retry_after() == 1
+    for _ in range(4):
+        now += 2.5
+        pace.end()
+    assert pace.retry_after() == 25  # ten, one each 2.5 s
+    now += 500
+    pace.end()
+    assert pace.retry_after() == 120
+    quick = Pace()
+    for _ in range(4):
+        quick.begin()
+        quick.end()
+    assert quick.retry_after() == 1
+
+
+@asynchronous
+async def test_refusals_for_want_of_room_tell_that_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service.pace, "retry_after", lambda: 77)
+    for error in (QueueFull("full"), OutOfMemory("no page")):
+        server.engine.refuse = error
+        assert (await server.post({"prompt": "a"})).headers["retry-after"] == "77"
+    server.engine.refuse = EngineRestarting("boom")
+    assert (await server.post({"prompt": "a"})).headers["retry-after"] != "77"
+
+
+@asynchronous
+async def test_a_stream_may_last_longer_than_any_write(make: Make) -> None:
+    """The framework's own limit for an answer would end it without a word."""
+    server = make(write_timeout=0.6)
+    server.engine.delay = 0.05
+    server.engine.script = lambda plan: server.engine.ids(b"x" * 30)
+    stream = await server.post({"prompt": "a", "stream": True})
+    assert (stream.text, stream.lines[-1]) == ("x" * 30, "[DONE]")
+    assert server.counts() == {("success", "200"): 1}
 
 
 @asynchronous

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -115,3 +116,14 @@ async def test_c8_the_header_tells_paths(server: Server, make: Make) -> None:
     refused = await make(strict_fields=True).post({k: v for k, v in body.items() if k != "top"})
     assert (refused.status, refused.error["param"]) == (400, "stream_options.odd")
     assert refused.error["code"] == "unknown_parameter"
+
+
+@asynchronous
+async def test_c8_fields_without_effect_are_one_line_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "qwen35rt")
+    await server.post({"prompt": "a", "one": 1, "two": 2}, headers=[("x-request-id", "r1")])
+    await server.post({"prompt": "a", "user": "u"})
+    lines = [r.getMessage() for r in caplog.records if "without effect" in r.msg]
+    assert lines == ["request r1: fields without effect: one, two"]

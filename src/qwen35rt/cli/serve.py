@@ -138,6 +138,10 @@ def _limits(parser: argparse.ArgumentParser) -> None:
         ("max-messages", "messages of a chat (default: 4096)"),
         ("max-tools", "tools of a chat (default: 128)"),
         ("max-prompts", "prompts of a completion (default: 1024)"),
+        ("max-stops", "stop strings of a request (default: 16)"),
+        ("max-stop-token-ids", "stop token ids of a request (default: 128)"),
+        ("max-logit-bias", "entries of logit_bias (default: 1024)"),
+        ("max-logprobs", "best tokens told of each position (default: 20)"),
         ("max-open", "requests open at once (default: 4096)"),
         ("max-stream-buffer", "bytes of a stream that its client has not read (default: 256 KiB)"),
     ):

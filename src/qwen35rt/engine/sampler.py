@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen35rt import _native
-from qwen35rt.config import SAMPLING, SAMPLING_LIMITS
+from qwen35rt.config import SAMPLING, SAMPLING_LIMITS, SamplingLimits
 from qwen35rt.errors import GenerationFailed, RequestError
 
 _NOTHING = np.empty(0, np.int32)
@@ -45,9 +45,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # best tokens reported beside the drawn one; None: no log-probabilities at all
 
-    def validate(self, n_vocab: int) -> None:
+    def validate(self, n_vocab: int, limits: SamplingLimits = SAMPLING_LIMITS) -> None:
         """Raise RequestError with ``param`` set to the first field whose type or range is not legal."""
-        limits = SAMPLING_LIMITS
         _number("temperature", self.temperature, 0, limits.max_temperature)
         _integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0, 1)
@@ -60,8 +59,8 @@ class SamplingParams:
         _integer("repeat_last_n", self.repeat_last_n, -1)
         if self.seed is not None:
             _integer("seed", self.seed, -1, limits.max_seed)
-        _check_bias(self.logit_bias, n_vocab)
-        _check_stops(self.stop)
+        _check_bias(self.logit_bias, n_vocab, limits)
+        _check_stops(self.stop, limits)
         _check_list("stop_token_ids", self.stop_token_ids, limits.max_stop_token_ids)
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, n_vocab - 1)
@@ -95,22 +94,20 @@ def _check_list(name: str, value: object, most: int) -> None:
         raise _refused(name, f"a list of at most {most}")
 
 
-def _check_stops(stops: Sequence[object]) -> None:
-    limits = SAMPLING_LIMITS
+def _check_stops(stops: Sequence[object], limits: SamplingLimits) -> None:
     _check_list("stop", stops, limits.max_stops)
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= limits.max_stop_chars:
             raise _refused("stop", f"a list of strings of 1 to {limits.max_stop_chars} characters")
 
 
-def _check_bias(biases: object, n_vocab: int) -> None:
-    most = SAMPLING_LIMITS.max_biases
-    if not isinstance(biases, Mapping) or len(biases) > most:
-        raise _refused("logit_bias", f"a map of at most {most} token ids to biases")
+def _check_bias(biases: object, n_vocab: int, limits: SamplingLimits) -> None:
+    if not isinstance(biases, Mapping) or len(biases) > limits.max_biases:
+        raise _refused("logit_bias", f"a map of at most {limits.max_biases} token ids to biases")
     for token, bias in biases.items():
         _integer("logit_bias", token, 0, n_vocab - 1)
         if bias is not False:
-            _number("logit_bias", bias, -SAMPLING_LIMITS.max_bias, SAMPLING_LIMITS.max_bias)
+            _number("logit_bias", bias, -limits.max_bias, limits.max_bias)
 
 
 def fresh_seed() -> int:

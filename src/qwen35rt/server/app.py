@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from quart import Quart, Response, request
 
-from . import chat_routes, completions, health, models, state, text
+from . import chat_routes, completions, health, models, page, state, text
 from .answer import Json
 from .errors import NotBuiltYet, describe
 from .incoming import BODIES, Bodies, note_ignored, read_request, record_of
@@ -65,7 +65,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/slots", GET, state.slots),
     Route("/version", GET, state.version),
     Route("/load", GET, state.load),
-    *(Route(path, (method,)) for method, path in STAGE_2 + STAGE_3),
+    Route("/", GET, page.index, key=False),  # which looks for one itself
+    *(Route(path, (method,)) for method, path in STAGE_2 + STAGE_3 if path != "/"),
 )
 
 

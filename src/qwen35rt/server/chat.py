@@ -94,7 +94,7 @@ def parse(raw: bytes, settings: ServerSettings) -> ChatBody:
     """Everything that can be checked without a model."""
     body = read_body(raw, ChatRequest, FIELDS, max_depth=settings.max_json_depth, strict=settings.strict_fields)
     request = body.value
-    check_common(request, body.names)
+    check_common(request, body.names, settings.sampling_limits)
     if not request.messages:
         raise RequestError("messages must be a list of at least one message", "messages")
     if len(request.messages) > settings.max_messages:
@@ -201,7 +201,7 @@ def _build(chat: ChatBody, model: Loaded, settings: ServerSettings, record: Reco
     preset = settings.sampling_preset or facts.preset
     flags, file = chat_defaults(preset, prompt.reasoning, settings.sampling, facts.metadata)
     limit = -1 if settings.max_tokens_default is None else settings.max_tokens_default
-    planner = Planner.of(request, facts, flags, file, limit)
+    planner = Planner.of(request, facts, flags, file, limit, settings.sampling_limits)
     plan = planner.plan(
         prompt.ids,
         keep_at=prompt.keep_at,

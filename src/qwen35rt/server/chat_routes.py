@@ -8,7 +8,6 @@ from quart import Response
 
 from . import chat
 from .incoming import note_ignored, read_request
-from .model import Loaded
 from .prompt import ChatPrompt
 from .record import Record
 from .service import Service
@@ -17,7 +16,8 @@ from .stream import json_response
 
 async def post_chat_completions(service: Service, record: Record) -> Response:
     """POST /v1/chat/completions."""
-    body, model = await _read(service, record)
+    body = await _read(service, record)
+    model = service.check_model(body.body.value.model, record)
     return await service.run(record, model, partial(chat.build, body, model, service.settings, record))
 
 
@@ -33,12 +33,13 @@ async def post_apply_template(service: Service, record: Record) -> Response:
     return json_response({"prompt": prompt.text})
 
 
-async def _read(service: Service, record: Record) -> tuple[chat.ChatBody, Loaded]:
+async def _read(service: Service, record: Record) -> chat.ChatBody:
     body = await read_request(service, chat.parse)
     note_ignored(record, body.ignored)
-    return body, service.check_model(body.body.value.model, record)
+    return body
 
 
 async def _render(service: Service, record: Record) -> ChatPrompt:
-    body, model = await _read(service, record)
+    body = await _read(service, record)
+    model = service.find_model(body.body.value.model, record)  # no engine is needed
     return await service.off_loop(partial(chat.render, body, model, service.settings), record.body_bytes)

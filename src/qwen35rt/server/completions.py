@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import ENGINE
+from ..config import ENGINE, SamplingLimits
 from ..engine.result import Completion, Delta, TokenLogprob
 from ..errors import RequestError
 from ..plan import Plan
@@ -33,15 +33,15 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     logprobs: int | None = None
     parse_special: bool = True
 
-    def sampling(self) -> dict[str, Any]:
-        given = super().sampling()
+    def sampling(self, limits: SamplingLimits) -> dict[str, Any]:
+        given = super().sampling(limits)
         return given if self.logprobs is None else given | {"logprobs": self.logprobs}
 
 
 def parse(raw: bytes, settings: ServerSettings) -> Body[CompletionRequest]:
     """Everything that can be checked without a model."""
     body = read_body(raw, CompletionRequest, FIELDS, max_depth=settings.max_json_depth, strict=settings.strict_fields)
-    check_common(body.value, body.names)
+    check_common(body.value, body.names, settings.sampling_limits)
     read_prompts(body.value.prompt, settings.max_prompts)
     return body
 
@@ -104,7 +104,7 @@ def build(body: Body[CompletionRequest], model: Loaded, settings: ServerSettings
 
 def _build(request: CompletionRequest, model: Loaded, settings: ServerSettings, record: Record) -> Job:
     limit = ENGINE.max_tokens if settings.max_tokens_default is None else settings.max_tokens_default
-    planner = Planner.of(request, model.facts, settings.sampling, model.facts.metadata, limit)
+    planner = Planner.of(request, model.facts, settings.sampling, model.facts.metadata, limit, settings.sampling_limits)
     prompts = read_prompts(request.prompt, settings.max_prompts)
     plans: list[Plan] = []
     writers = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..config import SAMPLING_LIMITS
+from ..config import SAMPLING_LIMITS, SamplingLimits
 from ..engine.sampler import SamplingParams
 from ..errors import RequestError
 from .body import Fields, neutral
@@ -59,7 +59,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
     timings_per_token: bool = False
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self, limits: SamplingLimits) -> dict[str, Any]:
         """Fields for ``sampling_params``: those that are given."""
         names = (*SAMPLING_FIELDS, "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -69,7 +69,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         if isinstance(self.stop, str):
             given["stop"] = [self.stop]
         if self.logit_bias is not None:
-            given["logit_bias"] = read_bias(self.logit_bias)
+            given["logit_bias"] = read_bias(self.logit_bias, limits.max_biases)
         return given
 
 
@@ -129,13 +129,13 @@ def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
+def check_common(request: SamplingRequest, names: Mapping[str, str], limits: SamplingLimits) -> None:
     """Ranges that no vocabulary is needed for; faults carry the name that the client used."""
     with named_as_sent(names):
-        _check_common(request, names)
+        _check_common(request, names, limits)
 
 
-def _check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
+def _check_common(request: SamplingRequest, names: Mapping[str, str], limits: SamplingLimits) -> None:
     most = SAMPLING_LIMITS.max_tokens
     asked, low = request.max_tokens, -1 if names.get("max_tokens") == "n_predict" else 0
     if asked is not None and not low <= asked <= most:
@@ -153,15 +153,15 @@ def _check_common(request: SamplingRequest, names: Mapping[str, str]) -> None:
     form = request.response_format
     if form is not None and (form.type != "text" or form.json_schema is not None or form.schema is not None):
         raise UnsupportedParameter("response_format other than text is not supported by this server", "response_format")
-    params: dict[str, Any] = request.sampling()
-    SamplingParams(**params).validate(most)
+    params: dict[str, Any] = request.sampling(limits)
+    SamplingParams(**params).validate(most, limits)
 
 
-def read_bias(given: dict[str, Any] | list[Any]) -> dict[int, Any]:
-    """Token id -> bias, from either form; values are checked later."""
+def read_bias(given: dict[str, Any] | list[Any], most: int) -> dict[int, Any]:
+    """Token id -> bias, from either form, at most so many; values are checked later."""
     pairs = list(given.items()) if isinstance(given, dict) else given
-    if len(pairs) > SAMPLING_LIMITS.max_biases:
-        raise RequestError(f"logit_bias must have at most {SAMPLING_LIMITS.max_biases} entries", "logit_bias")
+    if len(pairs) > most:
+        raise RequestError(f"logit_bias must have at most {most} entries", "logit_bias")
     biases: dict[int, Any] = {}
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from .. import __version__
 from ..config import SERVER_LIMITS
+from ..errors import Qwen35Error
 from ..tokenizer import ChatTemplate, Tokenizer
 from ..tokenizer.vocab import NORMAL
-from .prompt import ChatRenderer
+from .messages import Conversation
+from .prompt import ChatRenderer, RenderOptions
 from .turns import Engine
 
 
@@ -78,6 +81,13 @@ class Loaded:
         plain = vocab.model == "gpt2"
         spelled = zip(vocab.tokens, vocab.types, strict=True)
         return max(len(text) if plain and kind == NORMAL else len(text.encode()) for text, kind in spelled)
+
+    def prepare(self) -> None:
+        """Make what requests would otherwise make at first use: that belongs to loading (C6)."""
+        self.longest_token  # noqa: B018
+        if self.chat is not None:
+            with suppress(Qwen35Error):  # a template may refuse this conversation and take others
+                self.chat.prompt(Conversation([{"role": "user", "content": "Hello"}], (0,)), RenderOptions())
 
     def fewest_tokens(self, text: str) -> int:
         """Tokens that a text has at least, from its size alone (C17)."""

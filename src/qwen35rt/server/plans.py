@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config import SamplingLimits
 from ..engine.result import Completion
 from ..engine.sampler import SamplingParams, fresh_seed
 from ..errors import ContextLengthExceeded, RequestError
@@ -70,12 +71,13 @@ class Planner:
         flags: Mapping[str, Any],
         file: Mapping[str, Any],
         default_limit: int,
+        limits: SamplingLimits,
     ) -> Planner:
         """``flags`` and ``file`` are sampling values in the order of C10; ``default_limit``: without max_tokens.
 
         Raises RequestError for values that this model cannot take.
         """
-        params = sampling_params({**flags, **request.sampling()}, file, facts.n_vocab)
+        params = sampling_params({**flags, **request.sampling(limits)}, file, facts.n_vocab, limits)
         if params.seed is None or params.seed == -1:
             params = replace(params, seed=fresh_seed())
         limit = default_limit if request.max_tokens is None else request.max_tokens

@@ -146,6 +146,7 @@ class Process:
         while not service.loaded.is_set():
             if await self._signalled(1, _LOAD_SECONDS):
                 service.draining = True
+                self._notify("shutting down: the model was being loaded")
                 return 0
         if service.failure is not None:
             raise service.failure
@@ -159,8 +160,10 @@ class Process:
                 return 1
         service.draining = True
         n, seconds = service.pace.running, self._settings.shutdown_timeout
+        what = f"{n} request{'' if n == 1 else 's'} in flight"
         if n:
-            self._notify(f"shutting down: {n} requests may go on for {seconds:g} s; a second signal ends them")
+            what += f", for at most {seconds:g} s; a second signal (Ctrl-C) ends {'it' if n == 1 else 'them'}"
+        self._notify(f"shutting down, {what}")
         if not await self._until_idle(service, 2, seconds):
             service.halt()
             await self._until_idle(service, 3, SERVER.end_timeout)

@@ -134,7 +134,7 @@ class Service:
                 raise ModelNotFound("there is no model of this name", "model")
             if name not in self._odd_names and len(self._odd_names) < _MODEL_NAMES_LOGGED:
                 self._odd_names.add(name)
-                log.warning("a request names the model %r; %r answers", name[:100], model.facts.id)
+                log.info("a request names the model %r; %r answers", name[:100], model.facts.id)
         return model
 
     async def off_loop(self, work: Callable[[], T], size: int) -> T:
@@ -183,7 +183,7 @@ class Service:
     def _load(self, open_model: Callable[[], Loaded]) -> None:
         try:
             model = open_model()
-            model.longest_token  # noqa: B018 - worked out now, not in the first request
+            model.prepare()
             self.metrics.loaded(model.facts)
             self._model, self.progress = model, 1.0
         except Exception as e:

@@ -12,7 +12,15 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from ..config import ENGINE, SAMPLING, SERVER, SERVER_LIMITS, server_environment
+from ..config import (
+    ENGINE,
+    SAMPLING,
+    SAMPLING_LIMITS,
+    SERVER,
+    SERVER_LIMITS,
+    SamplingLimits,
+    server_environment,
+)
 from ..errors import ConfigError, RequestError
 
 SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SAMPLING))  # those that a request and a flag can set
@@ -68,6 +76,10 @@ class ServerSettings:
     max_messages: int = SERVER_LIMITS.messages
     max_tools: int = SERVER_LIMITS.tools
     max_prompts: int = SERVER_LIMITS.prompts
+    max_stops: int = SAMPLING_LIMITS.max_stops
+    max_stop_token_ids: int = SAMPLING_LIMITS.max_stop_token_ids
+    max_logit_bias: int = SAMPLING_LIMITS.max_biases
+    max_logprobs: int = SAMPLING_LIMITS.max_logprobs
     max_open: int = SERVER_LIMITS.open_requests
     max_stream_buffer: int = SERVER_LIMITS.stream_bytes
 
@@ -102,6 +114,17 @@ class ServerSettings:
     def sampling(self) -> dict[str, Any]:
         """Sampling fields that a flag sets: they stand before the model file's (C10)."""
         return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+
+    @property
+    def sampling_limits(self) -> SamplingLimits:
+        """What the sampling fields of a request may hold."""
+        return dataclasses.replace(
+            SAMPLING_LIMITS,
+            max_stops=self.max_stops,
+            max_stop_token_ids=self.max_stop_token_ids,
+            max_biases=self.max_logit_bias,
+            max_logprobs=self.max_logprobs,
+        )
 
     @property
     def queue_places(self) -> int:
