@@ -121,6 +121,9 @@ class ndarray(np.ndarray[Any, Any]):  # named as in CuPy
         if isinstance(other, ndarray):
             self.machine = other.machine
 
+    def __setitem__(self, at: Any, value: Any) -> None:
+        raise TypeError("CuPy would compile and launch a kernel of its own; kernels and copies are the launcher's")
+
     def set(self, arr: Any, stream: Any = None) -> None:
         """Copy from the host."""
         if not isinstance(arr, np.ndarray) or self.dtype != arr.dtype:

@@ -1,5 +1,5 @@
-"""Runs named op cases on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized CASE...``, with libasan
-loaded before Python. A fault ends the process."""
+"""Runs named op cases, and copies, on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized CASE...``,
+with libasan loaded before Python. A fault ends the process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from qwen35rt.backends.cuda.backend import CudaBackend
 from tests.ops.case import check_outcome, run_case
 from tests.ops.cases import all_cases
 
+from .copies import copy_and_check
 from .host import SANITIZE, HostLauncher
 
 
 def main(names: list[str]) -> int:
     """Run the cases."""
+    copy_and_check(HostLauncher(flags=SANITIZE))
     cases = [case for case in all_cases() if case.id in names]
     for case in cases:
         check_outcome(case, run_case(case, CudaBackend(HostLauncher(flags=SANITIZE))))

@@ -19,12 +19,15 @@ from ...model.program import Program
 from ...model.weights import QTensor
 from ..base import Batch, Float, Int, Limits, StepReport, check_batch, check_number, check_state
 from .interface import NOTHING, Launcher
-from .lowering import PIECE, Lowered, Lowering, Pools, Step, part_rows, up
+from .lowering import PIECE, Lowered, Lowering, Pools, Step, i32, part_rows, up
 from .memory import HEADER, pack_step
 from .ops import lower
 from .sample import TopK
 
 log = logging.getLogger(__name__)
+
+COPIED_BYTES = 256 * 4 * 16  # of a block of cuda/copy.cu: four words of each thread
+MOST_COPYING = 1024  # blocks: enough for all multiprocessors; each takes more where a state is large
 
 
 class CudaBackend:
@@ -80,6 +83,7 @@ class CudaExecutable:
         # With the ops that each launches. None: ran once, to be captured next time.
         self._graphs: dict[Step, tuple[Callable[[], None], int] | None] = {}
         self._tops: dict[int, TopK] = {}
+        self._copy_items = launcher.kernel("copy", "", "copy_items")
         # Rows, sequences and pages of most steps; a step that needs more makes room.
         self._step: Any = launcher.empty((len(HEADER) + 8 * limits.rows + 8 * limits.slots + limits.pages,), np.int32)
         self._logits: Float = np.zeros((0, program.logits.width), np.float32)  # on the host
@@ -228,18 +232,24 @@ class CudaExecutable:
         check_number("slot", source, self.limits.slots)
         check_number("slot", target, self.limits.slots)
         if source != target:
-            with self.launcher.activate():
-                self._pools.delta[target] = self._pools.delta[source]
-                self._pools.conv[target] = self._pools.conv[source]
+            self._copy(self._pools.delta, self._pools.conv, 1, self.limits.slots, source, target)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of all layers."""
         check_number("page", source, self.limits.pages)
         check_number("page", target, self.limits.pages)
         if source != target:
+            layers = self.program.state.attention_layers
+            self._copy(self._pools.keys, self._pools.values, layers, self.limits.pages, source, target)
+
+    def _copy(self, first: Any, second: Any, outer: int, items: int, source: int, target: int) -> None:
+        """One item of two pools [outer, items, ...] over another: one launch behind the steps before."""
+        sizes = [pool.nbytes // (outer * items) if pool.nbytes else 0 for pool in (first, second)]
+        blocks = min(up(max(sizes), COPIED_BYTES), MOST_COPYING)
+        if blocks:
             with self.launcher.activate():
-                self._pools.keys[:, target] = self._pools.keys[:, source]
-                self._pools.values[:, target] = self._pools.values[:, source]
+                args = first, second, *i32(*sizes, items, source, target)
+                self._copy_items((blocks, outer, 2), 256, 0, args)
 
     def read_slot(self, slot: int) -> tuple[Float, Float]:
         """Copies of the recurrent state of a slot; see Executable.read_slot."""
