@@ -21,8 +21,6 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 outer = (i64)blockIdx.y * items;
     const u8 *from = pool + (outer + source) * bytes;
     u8 *to = pool + (outer + target) * bytes;
-    if (bytes % 16 == 0)
-        copy_words<Words>(from, to, bytes);
-    else
-        copy_words<u16>(from, to, bytes);
+    if (bytes % 16 == 0) copy_words<Words>(from, to, bytes);
+    else copy_words<u16>(from, to, bytes);
 }

@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qwen35rt.backends.base import Limits
 from qwen35rt.backends.cuda import backend
-from qwen35rt.backends.cuda.backend import CudaBackend, CudaExecutable
-from qwen35rt.model.program import Builder, Program, StateShape
+from qwen35rt.model.program import StateShape
 from tests.cuda_host.copies import copy_and_check
 from tests.cuda_host.cupy_host import Machine, launch_module
 from tests.cuda_host.host import HostLauncher, compiler
-from tests.ops.tensors import plain_tensor
+
+from .device import table_executable
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
 
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the 
 @pytest.mark.parametrize("order", [0, 1, 3])
 def test_an_item_is_copied_and_nothing_else(order: int) -> None:
     copy_and_check(HostLauncher(order=order))
-
-
-def _executable(launcher: Any, shape: StateShape) -> CudaExecutable:
-    """A program that has a state of some shape and no use for it."""
-    b = Builder()
-    x = b.embed(plain_tensor("table", np.ones((4, 32))))
-    out = b.gather_rows(x, "out")
-    program = Program(tuple(b.ops), tuple(b.values), x, out, shape, 4)
-    return CudaBackend(launcher).compile(program, Limits(4, 4, 3, 5, 4))
 
 
 def _filled(pools: tuple[Any, ...]) -> list[npt.NDArray[Any]]:
@@ -47,11 +37,11 @@ def test_copies_are_launched_on_the_stream_of_the_backend(monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "MOST_COPYING", 2)
     machine = Machine()
     launcher = launch_module(machine).CupyLauncher()
-    exe = _executable(launcher, StateShape(3, 2, 16, 2, 4, 96, 24, 4))
-    pools = exe._pools
+    exe = table_executable(launcher, StateShape(3, 2, 16, 2, 4, 96, 24, 4))
+    pools = exe._pools.keys, exe._pools.values, exe._pools.delta, exe._pools.conv
     with launcher.activate():
-        keys, values, delta, conv = _filled((pools.keys, pools.values, pools.delta, pools.conv))
-    assert pools.delta[0].nbytes > 2 * 2 * backend.COPIED_BYTES
+        keys, values, delta, conv = _filled(pools)
+    assert exe._pools.delta[0].nbytes > 2 * 2 * backend.COPIED_BYTES
     machine.launches = 0
     exe.copy_page(4, 1)
     exe.copy_slot(0, 2)
@@ -60,14 +50,14 @@ def test_copies_are_launched_on_the_stream_of_the_backend(monkeypatch: pytest.Mo
     assert machine.streams == {launcher._stream.ptr}
     keys[:, 1], values[:, 1] = keys[:, 4], values[:, 4]
     delta[2], conv[2] = delta[0], conv[0]
-    for pool, want in zip((pools.keys, pools.values, pools.delta, pools.conv), (keys, values, delta, conv), strict=True):
+    for pool, want in zip(pools, (keys, values, delta, conv), strict=True):
         np.testing.assert_array_equal(pool.get(), want)
 
 
 def test_a_state_that_is_empty_takes_no_launch() -> None:
     """Models without attention have no pages, those without delta layers no slots."""
     launcher = HostLauncher()
-    exe = _executable(launcher, StateShape(0, 1, 16, 0, 1, 16, 16, 4))
+    exe = table_executable(launcher)
     exe.copy_page(0, 1)
     exe.copy_slot(0, 1)
     assert launcher.launches == 0

@@ -9,12 +9,13 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import BackendError
+from ...errors import BackendError, ConfigError, OutOfMemory
 from ...model.program import Program
 from ...model.weights import QTensor
 from ..base import Batch, Float, Int, Limits, StepReport, check_batch, check_number, check_state
@@ -26,6 +27,7 @@ from .sample import TopK
 
 log = logging.getLogger(__name__)
 
+MOST_ROWS = 65_535  # blocks that a grid can have along an axis that counts rows
 COPIED_BYTES = 256 * 4 * 16  # of a block of cuda/copy.cu: four words of each thread
 MOST_COPYING = 1024  # blocks: enough for all multiprocessors; each takes more where a state is large
 
@@ -55,7 +57,9 @@ class CudaBackend:
             return self.launcher.free_bytes()
 
     def compile(self, program: Program, limits: Limits) -> CudaExecutable:
-        """Upload weights, allocate pools and workspace. Raises OutOfMemory."""
+        """Upload weights, allocate pools and workspace. Raises OutOfMemory, ConfigError for steps of too many rows."""
+        if limits.rows > MOST_ROWS:
+            raise ConfigError(f"steps of {limits.rows} rows; a CUDA device takes up to {MOST_ROWS}")
         with self.launcher.activate():
             return CudaExecutable(program, limits, self.launcher, self.graphs, self.tensor_cores)
 
@@ -81,7 +85,7 @@ class CudaExecutable:
         self._weights: dict[int, tuple[Any, Any]] = {}  # by id: the program keeps its tensors alive
         self._lowered: dict[bool, Lowered] = {}
         # With the ops that each launches. None: ran once, to be captured next time.
-        self._graphs: dict[Step, tuple[Callable[[], None], int] | None] = {}
+        self._graphs: dict[Step, tuple[Callable[[], object], int] | None] = {}
         self._tops: dict[int, TopK] = {}
         self._copy_items = launcher.kernel("copy", "", "copy_items")
         # Rows, sequences and pages of most steps; a step that needs more makes room.
@@ -183,14 +187,24 @@ class CudaExecutable:
         return ran, dict(seconds)
 
     def _replay(self, lowered: Lowered, bucket: Step) -> int:
-        """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph."""
+        """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph.
+
+        A bucket whose graph finds no memory goes on as it began.
+        """
         if bucket not in self._graphs:
-            self._graphs[bucket] = None
-            return lowered.go(bucket)
+            ran = lowered.go(bucket)
+            self._graphs[bucket] = None  # not before: what failed may have left something to compile
+            return ran
         made = self._graphs[bucket]
         if made is None:
             launched: list[int] = []
-            graph = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
+            try:
+                graph = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
+            except OutOfMemory as e:
+                if not launched:
+                    raise
+                log.warning("no graph for steps of %d sequences, which are slower so: %s", bucket.rows, e)
+                graph = partial(lowered.go, bucket)
             made = self._graphs[bucket] = graph, sum(launched)
         graph, ran = made
         graph()
