@@ -242,7 +242,7 @@ def test_geometry_finds_what_it_is_there_to_find() -> None:
     with pytest.raises(AssertionError):
         launcher.kernel("rope", "", "rope")((1, 1, 1), 128, 0, args * 400)
     with pytest.raises(AssertionError):
-        args[0][:5]  # type: ignore[index]
+        args[0][:5]
 
 
 # ------------------------------------------------------------------------------------------ numbers beyond 2^31

@@ -198,14 +198,14 @@ class CudaExecutable:
         made = self._graphs[bucket]
         if made is None:
             launched: list[int] = []
+            replay: Callable[[], object] = partial(lowered.go, bucket)
             try:
-                graph = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
+                replay = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
             except OutOfMemory as e:
                 if not launched:
                     raise
                 log.warning("no graph for steps of %d sequences, which are slower so: %s", bucket.rows, e)
-                graph = partial(lowered.go, bucket)
-            made = self._graphs[bucket] = graph, sum(launched)
+            made = self._graphs[bucket] = replay, sum(launched)
         graph, ran = made
         graph()
         return ran
