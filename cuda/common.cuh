@@ -12,6 +12,12 @@ typedef long long i64;
 
 #define INLINE __device__ __forceinline__
 #define ALL_LANES 0xffffffffu
+
+// What a load or store can have at most.
+struct __align__(16) Words {
+    u32 w[4];
+};
+
 #ifndef QRT_DYN_SMEM
 #    define QRT_DYN_SMEM(T, name)                                                                  \
         extern __shared__ __align__(16) unsigned char qrt_smem[];                                  \

@@ -116,10 +116,6 @@ INLINE u32 bf16_pair(float first, float second) {
 #endif
 }
 
-struct __align__(16) Words {
-    u32 w[4];
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 INLINE u32 shared_address(const void *p) {
     u32 at;

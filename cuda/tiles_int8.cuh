@@ -51,25 +51,28 @@ INLINE void multiply(const Tiles<TILE> &tiles, int first, int cols, int count, S
 #pragma unroll 1
     for (int unit = 0; unit < Tiles<TILE>::UNITS && first + 32 * unit < cols; unit++) {
         const Unit *w = tiles.w[half][unit].row + row0;
-        int a[TILE / 32][4];
+        int b[4][2];
 #pragma unroll
-        for (int m = 0; m < TILE / 32; m++)
+        for (int j = 0; j < 4; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[m][i] = w[16 * m + 8 * (i % 2)].q[k + 4 * (i / 2)];
+            for (int i = 0; i < 2; i++)
+                b[j][i] = tiles.x[half][unit].row[x0 + 8 * j + g].q[k + 4 * i];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (x0 + 8 * j >= count) continue; // the same for all lanes of a warp
-            const Quants *x = tiles.x[half][unit].row + x0 + 8 * j;
-            const Quants &left = x[2 * k], &right = x[2 * k + 1];
-            int b[2] = {x[g].q[k], x[g].q[k + 4]};
+        for (int m = 0; m < TILE / 32; m++) {
+            int a[4];
 #pragma unroll
-            for (int m = 0; m < TILE / 32; m++) {
+            for (int i = 0; i < 4; i++) a[i] = w[16 * m + 8 * (i % 2)].q[k + 4 * (i / 2)];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (x0 + 8 * j >= count) continue; // the same for all lanes of a warp
+                const Quants *x = tiles.x[half][unit].row + x0 + 8 * j;
+                const Quants &left = x[2 * k], &right = x[2 * k + 1];
                 int c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
                 if (GROUP == 32) {
-                    mma_32(c[0], a[m], b);
+                    mma_32(c[0], a, b[j]);
                 } else {
-                    mma_16(c[0], a[m], b);
-                    mma_16(c[1], a[m] + 2, b + 1);
+                    mma_16(c[0], a, b[j]);
+                    mma_16(c[1], a + 2, b[j] + 1);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,7 @@ import json, sys, time
 def row(**more): print(json.dumps({"value": 1.5, "unit": "s", **more}), flush=True)
 row(test="began")
 print("noise")
+if sys.argv[1] == "dies": print('{"test": "half')
 if sys.argv[1] == "dies": print("Traceback\\nBoom: the end", file=sys.stderr); sys.exit(3)
 if sys.argv[1] == "hangs": time.sleep(60)
 row(test="done")
@@ -58,14 +62,15 @@ def _rows(out: Path) -> list[dict[str, str]]:
 
 @pytest.mark.skipif(host.compiler() is None, reason="no g++ to build the kernels for the CPU")
 def test_the_dry_run_passes(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "gpu_check.py"), "--dry-run", "--out", str(tmp_path)]
-    command += ["--emulation", str(host.folder()), "--seconds", "270"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    """All of the script but what finds CuPy, which needs a driver."""
+    command = ["bash", str(FOLDER / "gpu_check.sh"), "--dry-run", "--emulation", str(host.folder()), "--seconds", "270"]
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "HOME": str(tmp_path / "none")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "gpu_check.log").read_text()
     rows = _rows(tmp_path)
     assert {r["status"] for r in rows} == {"ok"}
     tests = {r["phase"]: [q["test"] for q in rows if q["phase"] == r["phase"]] for r in rows}
-    assert list(tests) == ["device", "ops", "checks", "peaks", "dry"]
+    assert list(tests) == ["device", "ops", "checks", "peaks", "dry", "tests"]
     assert all(names[-1] == "phase" for names in tests.values())
     assert {"decode, 1 sequence", "decode, 2 sequences", "first token of 2"} <= set(tests["dry"])
     assert any(n.startswith("prefill of") for n in tests["dry"])
@@ -79,7 +84,7 @@ def test_what_was_found_stays_when_a_phase_dies_or_hangs(
 ) -> None:
     (tmp_path / "gpu_phases.py").write_text(PHASES)
     monkeypatch.setattr(gpu_check, "HERE", tmp_path)
-    made = [gpu_check.Plan(name, name, "", 3) for name in ("dies", "hangs", "works")]
+    made = [gpu_check.Plan(name, name, "", seconds) for name, seconds in (("dies", 60), ("hangs", 10), ("works", 60))]
     made.append(gpu_check.Plan("file", "works", "dry", 3))
     monkeypatch.setattr(gpu_check, "plans", lambda sizes, dry: made)
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "out"), "--size", "dry"])
@@ -95,6 +100,29 @@ def test_what_was_found_stays_when_a_phase_dies_or_hangs(
     assert found[7][:3] == ("file", "phase", "failed")  # there is no make_files.py beside this gpu_phases.py
     assert "noise" in (tmp_path / "out" / "gpu_check.log").read_text()
     assert "failed: dies: phase; hangs: phase; file: phase" in capsys.readouterr().out
+
+
+def test_a_check_that_is_told_to_end_writes_what_it_has(tmp_path: Path) -> None:
+    """A signal to the script reaches the phase; nothing is left that runs or lies about."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for name in ("gpu_check.sh", "gpu_check.py"):
+        shutil.copy(FOLDER / name, folder)
+    (folder / "gpu_phases.py").write_text(PHASES.replace('"hangs"', '"device"'))
+    command = ["bash", str(folder / "gpu_check.sh"), "--dry-run", "--only", "device", "--seconds", "200"]
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        line = ""
+        while "began" not in line:
+            line = next(script.stdout or iter(()))
+        script.send_signal(signal.SIGTERM)
+        rest = script.communicate(timeout=100)[0]
+    assert script.returncode == 143
+    assert "| device | began | 1.5 s |" in rest
+    assert [r["test"] for r in _rows(tmp_path / "out")] == ["began"]
+    assert "began" in (tmp_path / "out" / "gpu_check.md").read_text()
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_phases_without_time_are_left_out(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

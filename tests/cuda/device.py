@@ -10,13 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
+from qwen35rt.backends.base import Limits
 from qwen35rt.backends.cuda import open_cuda
-from qwen35rt.backends.cuda.backend import CudaBackend
+from qwen35rt.backends.cuda.backend import CudaBackend, CudaExecutable
 from qwen35rt.errors import BackendUnavailable
+from qwen35rt.model.program import Builder, Program, StateShape
 from tests.cuda_host.cupy_host import Machine, launch_module
 from tests.cuda_host.host import compiler
+from tests.ops.tensors import plain_tensor
 
 NO_COMPILER = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
 EMULATED = pytest.param("emulated", marks=NO_COMPILER)
@@ -61,3 +65,16 @@ def device(request: pytest.FixtureRequest) -> Device:
         return Device(open_cuda(), False)
     except BackendUnavailable as e:
         pytest.skip(str(e))
+
+
+def table_program(shape: StateShape | None = None) -> Program:
+    """Logits that are rows of a table [4, 32]: row n is 32 n and what follows. The state is there and unused."""
+    b = Builder()
+    x = b.embed(plain_tensor("table", np.arange(128, dtype=np.float32).reshape(4, 32)))
+    out = b.gather_rows(x, "out")
+    return Program(tuple(b.ops), tuple(b.values), x, out, shape or StateShape(0, 1, 16, 0, 1, 16, 16, 4), 4)
+
+
+def table_executable(launcher: Any, shape: StateShape | None = None) -> CudaExecutable:
+    """The program above for steps of 4 rows, 3 slots, 5 pages of 4 tokens."""
+    return CudaBackend(launcher).compile(table_program(shape), Limits(4, 4, 3, 5, 4))

@@ -86,12 +86,24 @@ class Machine:
         self.current = threading.local()
         self.shared: dict[tuple[str, str], int] = {}  # limits of loaded functions
         self.capturing: list[Callable[[], None]] | None = None
+        self.captured: tuple[int, int] | None = None  # the stream, and the thread that captures
+        self.spoilt = False  # the capture, by what is not permitted
 
     def do(self, what: str) -> None:
-        """Anything on the current stream."""
+        """Anything on the current stream. While this thread captures, launches alone, and on that stream."""
         self.streams.add(self.stream)
+        if self.is_captured and (what != "launch" or self.captured != (self.stream, threading.get_ident())):
+            self.spoilt = True
+            raise CUDARuntimeError(900)  # not permitted while a stream is captured
         if what in self.fails:
             raise self.fails.pop(what)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether this thread captures, or the current stream is captured by another."""
+        if self.captured is None:
+            return False
+        return self.captured[0] == self.stream or self.captured[1] == threading.get_ident()
 
     @property
     def stack(self) -> list[int]:
@@ -121,18 +133,21 @@ class ndarray(np.ndarray[Any, Any]):  # named as in CuPy
         if isinstance(other, ndarray):
             self.machine = other.machine
 
+    def __setitem__(self, at: Any, value: Any) -> None:
+        raise TypeError("CuPy would compile and launch a kernel of its own; kernels and copies are the launcher's")
+
     def set(self, arr: Any, stream: Any = None) -> None:
         """Copy from the host."""
         if not isinstance(arr, np.ndarray) or self.dtype != arr.dtype:
             raise TypeError(f"{arr!r} cannot be set to a {self.dtype} array")
         if self.shape != arr.shape:
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
-        self._may_wait("set")
+        self.machine.do("set")
         self.view(np.ndarray)[...] = arr
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> npt.NDArray[Any]:
         """Copy to the host."""
-        self._may_wait("get")
+        self.machine.do("get")
         plain = self.view(np.ndarray)
         if out is None:
             return plain.copy()
@@ -143,11 +158,6 @@ class ndarray(np.ndarray[Any, Any]):  # named as in CuPy
         out[...] = plain
         made: npt.NDArray[Any] = out
         return made
-
-    def _may_wait(self, what: str) -> None:
-        if self.machine.capturing is not None:
-            raise CUDARuntimeError(900)  # not permitted while a stream is captured
-        self.machine.do(what)
 
 
 class Stream:
@@ -168,13 +178,14 @@ class Stream:
         self.machine.synchronized += 1
 
     def begin_capture(self, mode: int | None = None) -> None:
-        if self.machine.capturing is not None:
+        if self.machine.capturing is not None or self.machine.stream != self.ptr:
             raise CUDARuntimeError(900)
-        self.machine.capturing = []
+        self.machine.capturing, self.machine.spoilt = [], False
+        self.machine.captured = self.ptr, threading.get_ident()
 
     def end_capture(self) -> Graph:
-        recorded, self.machine.capturing = self.machine.capturing, None
-        if recorded is None:
+        recorded, self.machine.capturing, self.machine.captured = self.machine.capturing, None, None
+        if recorded is None or self.machine.spoilt:
             raise CUDARuntimeError(901)
         if "end_capture" in self.machine.fails:
             raise self.machine.fails.pop("end_capture")
@@ -188,6 +199,7 @@ class Graph:
         self.machine, self.recorded, self.uploaded = machine, recorded, False
 
     def upload(self, stream: Stream | None = None) -> None:
+        self.machine.do("upload")
         self.uploaded = True
 
     def launch(self, stream: Stream | None = None) -> None:
@@ -266,7 +278,7 @@ class RawKernel:
             raise CUDADriverError(1)  # an invalid value
         self.machine.do("launch")
         run = partial(launch, self.built, self.names[1], grid, block[0], shared_mem, args, self.machine.order)
-        if self.machine.capturing is not None:
+        if self.machine.capturing is not None and self.machine.is_captured:
             self.machine.capturing.append(run)
             return
         self.machine.launches += 1
@@ -312,7 +324,7 @@ def make_cupy(machine: Machine) -> Any:
         total_bytes=total,
         free_bytes=lambda: machine.kept,
         set_limit=set_limit,
-        free_all_blocks=lambda: None,
+        free_all_blocks=lambda: machine.do("free"),
     )
     made = ModuleType("cupy")
     vars(made).update(

@@ -132,27 +132,33 @@ class HostLauncher:
     def __post_init__(self) -> None:
         self.launches = 0
         self.names: set[str] = set()
+        self._loaded: set[tuple[str, str]] = set()  # files and variants
         self._recording: list[Callable[[], None]] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array full of junk: what is read before it is written shows."""
+        self._outside_capture()
         made = np.empty(shape, dtype)
         made.reshape(-1).view(np.uint8)[:] = 0xA5 if self.order else 0xFF
         return made
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        self._outside_capture()
         return np.zeros(shape, dtype)
 
     def upload(self, to: npt.NDArray[Any], host: npt.NDArray[Any]) -> None:
+        self._outside_capture()
         assert to.dtype == host.dtype, (to.dtype, host.dtype)
         assert to.flags.c_contiguous
         assert host.flags.c_contiguous
         to[...] = host
 
     def host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        self._outside_capture()
         return np.empty(shape, dtype)
 
     def download(self, array: npt.NDArray[Any], to: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        self._outside_capture()
         assert array.flags.c_contiguous
         if to is None:
             return array.copy()
@@ -165,7 +171,9 @@ class HostLauncher:
         return partial(self._call, file, variant, name)
 
     def capture(self, go: Callable[[], None]) -> Callable[[], None]:
-        """Keeps launches with their arguments, to repeat them."""
+        """Keeps launches with their arguments, to repeat them. Nothing else may happen meanwhile: CUDA forbids it, or
+        would repeat it on memory that may be another's by then."""
+        self._outside_capture()
         recorded: list[Callable[[], None]] = []
         self._recording = recorded
         try:
@@ -174,6 +182,7 @@ class HostLauncher:
             self._recording = None
 
         def replay() -> None:
+            self._outside_capture()
             for again in recorded:
                 again()
 
@@ -181,6 +190,10 @@ class HostLauncher:
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""
+        self._outside_capture()
+
+    def _outside_capture(self) -> None:
+        assert self._recording is None, "allocations, copies, waits and graphs are not allowed during a capture"
 
     def free_bytes(self) -> int:
         """Of a small device."""
@@ -194,11 +207,13 @@ class HostLauncher:
         self, file: str, variant: str, name: str, grid: Grid, block: int, shared_bytes: int, args: tuple[Any, ...]
     ) -> None:
         if self._recording is not None:
+            assert (file, variant) in self._loaded, f"{file} {variant} would be compiled and loaded during a capture"
             self._recording.append(partial(self._call, file, variant, name, grid, block, shared_bytes, args))
             return
         launch(library(file, variant, self.flags), name, grid, block, shared_bytes, args, self.order)
         self.launches += 1
         self.names.add(name)
+        self._loaded.add((file, variant))
 
 
 @cache

@@ -1,23 +1,33 @@
-"""Runs named op cases on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized CASE...``, with libasan
-loaded before Python. A fault ends the process."""
+"""Runs named op cases, and copies, on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized CASE...``,
+with libasan loaded before Python. A fault ends the process. ``--large``: products in tiles of 128.
+
+Prints the names of the kernels that ran.
+"""
 
 from __future__ import annotations
 
 import sys
 
+from qwen35rt.backends.cuda import ops
 from qwen35rt.backends.cuda.backend import CudaBackend
 from tests.ops.case import check_outcome, run_case
 from tests.ops.cases import all_cases
 
+from .copies import copy_and_check
 from .host import SANITIZE, HostLauncher
 
 
 def main(names: list[str]) -> int:
     """Run the cases."""
+    if names[0] == "--large":
+        vars(ops)["LARGE_FROM"] = 1
+        names = names[1:]
+    launcher = HostLauncher(flags=SANITIZE)
+    copy_and_check(launcher)
     cases = [case for case in all_cases() if case.id in names]
     for case in cases:
-        check_outcome(case, run_case(case, CudaBackend(HostLauncher(flags=SANITIZE))))
-    print(f"{len(cases)} cases")
+        check_outcome(case, run_case(case, CudaBackend(launcher)))
+    print(f"{len(cases)} cases: {' '.join(sorted(launcher.names))}")
     return 0 if len(cases) == len(names) else 1
 
 

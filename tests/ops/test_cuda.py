@@ -36,29 +36,69 @@ from .tensors import plain_tensor, random_tensor
 CASES = all_cases()
 PRODUCTS, OTHERS = 24, 4  # of them every so-many-th runs by default, and the first of each op
 SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-3-1-64-several")
-SANITIZED = (
-    "attention-6-3-48-sharp1-mixed",
-    "delta_net-jumps-3x20",
-    "rope-2x32-3d",
-    "delta_net-3-3-48-mixed-decay-mixed",
-    "delta_net-jumps-2x128",
-    "embed-Q6_K-256",
-    "linear-F16-17x33-odd",
-    "linear-Q8_0-17x96-exact",
-    "linear-IQ3_S-3x512-exact",
-    "linear-MXFP4-5x96-exact",
-    "linear-Q4_K-513x768-exact",
-    "linear-BF16-513x768-exact",
-    "moe_linear-Q6_K-17x768-3of5-exact",
-    "moe_linear-Q4_0-17x96-3of5-reduce-exact",
-    "rms_norm-heads-1",
-    "sigmoid_mul-gate-columns",
-    "gather_rows-7",
-    "moe_route-2of5-ties",
-    "attention-3-1-20-f32",
-    "attention-4-2-128-several",
-    "conv1d_silu-16k5-mixed",
-)
+# group -> cases, and kernels that must be among those that they run: each kernel but those of cuda/sample.cu and of
+# heads that no model has is in one group. ``--large``: products in tiles of 128.
+SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
+    "some": (SANITIZED_OFTEN, "copy_items attention_tiles_64 embed linear_8"),
+    "delta": (
+        (
+            "delta_net-jumps-3x20",
+            "delta_net-jumps-2x128",
+            "delta_net-jumps-4x32",
+            "delta_net-3-3-48-mixed-decay-mixed",
+            "delta_net-2-4-16-keep-mixed",
+            "conv1d_silu-16k5-mixed",
+        ),
+        "delta_net_4 delta_net_8 delta_net_16 delta_prepare delta_walk conv1d_silu conv1d_keep",
+    ),
+    "attention": (
+        (
+            "attention-6-3-48-sharp1-mixed",
+            "attention-3-1-20-f32",
+            "attention-4-2-128-several",
+            "attention-2-1-256-sharp8",
+        ),
+        "kv_append attention attention_tiles_128 attention_tiles_256",
+    ),
+    "products": (
+        (
+            "embed-Q6_K-256",
+            "linear-F16-17x33-odd",
+            "linear-Q8_0-17x96-exact",
+            "linear-IQ3_S-3x512-exact",
+            "linear-MXFP4-5x96-exact",
+            "linear-Q4_K-513x768-exact",
+            "linear-BF16-513x768-exact",
+        ),
+        "embed quantize linear_1 linear_2 linear_4 linear_8 linear_tiles_64",
+    ),
+    "large": (("--large", "linear-Q6_K-513x768-exact", "linear-BF16-513x768-exact"), "linear_tiles_128"),
+    "experts": (
+        (
+            "moe_linear-Q6_K-17x768-3of5-exact",
+            "moe_linear-Q4_0-17x96-3of5-reduce-exact",
+            "moe_linear-BF16-17x96-3of5-reduce-exact",
+        ),
+        "moe_route moe_linear moe_linear_reduce moe_lists moe_sum moe_tiles",
+    ),
+    "rest": (
+        (
+            "rope-2x32-3d",
+            "rms_norm-heads-1",
+            "gated_rms_norm-3x24",
+            "l2_norm-heads-1",
+            "sigmoid_mul-gate-columns",
+            "silu_mul-views",
+            "add-7",
+            "delta_gates-bias0",
+            "gather_rows-7",
+            "moe_route-2of5-ties",
+            "ffn-Q4_K",
+        ),
+        "rope rms_norm gated_rms_norm l2_norm sigmoid_mul silu_mul add delta_gates gather_rows moe_route",
+    ),
+}
+NOT_SANITIZED = {"top_k", "top_k_parts", "attention_merge", "delta_net_32"}
 FOLDER = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
@@ -262,10 +302,8 @@ def test_the_head_of_a_step_is_that_of_the_kernels() -> None:
     assert tuple(re.findall(r"^\s*(\w+),", body, re.MULTILINE)) == HEADER
 
 
-@pytest.mark.parametrize(
-    "names", [SANITIZED_OFTEN, pytest.param(SANITIZED, marks=pytest.mark.long)], ids=["some", "more"]
-)
-def test_kernels_under_sanitizers(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("group", [g if g == "some" else pytest.param(g, marks=pytest.mark.long) for g in SANITIZED])
+def test_kernels_under_sanitizers(group: str) -> None:
     """Addresses (shared memory and every array have their exact size), alignment, shifts and overflows."""
     library = _libasan()
     if library is None:
@@ -275,10 +313,19 @@ def test_kernels_under_sanitizers(names: tuple[str, ...]) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "PYTHONPATH": f"{FOLDER / 'src'}:{FOLDER}",
     }
+    names, kernels = SANITIZED[group]
     command = [sys.executable, "-m", "tests.cuda_host.sanitized", *names]
     done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert f"{len(names)} cases" in done.stdout
+    count, _, ran = done.stdout.strip().partition(" cases: ")
+    assert int(count) == len([n for n in names if n != "--large"])
+    assert set(kernels.split()) <= set(ran.split())
+
+
+def test_every_kernel_is_in_a_group_under_sanitizers() -> None:
+    named = {name for _, kernels in SANITIZED.values() for name in kernels.split()}
+    assert named | NOT_SANITIZED == {name for file in source.files() for name in source.kernels(file)}
+    assert not named & NOT_SANITIZED
 
 
 def _libasan() -> str | None:

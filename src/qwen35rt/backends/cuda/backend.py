@@ -9,22 +9,27 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import BackendError
+from ...errors import BackendError, ConfigError, OutOfMemory
 from ...model.program import Program
 from ...model.weights import QTensor
 from ..base import Batch, Float, Int, Limits, StepReport, check_batch, check_number, check_state
 from .interface import NOTHING, Launcher
-from .lowering import PIECE, Lowered, Lowering, Pools, Step, part_rows, up
+from .lowering import PIECE, Lowered, Lowering, Pools, Step, i32, part_rows, up
 from .memory import HEADER, pack_step
 from .ops import lower
 from .sample import TOP_MOST, TopK
 
 log = logging.getLogger(__name__)
+
+MOST_ROWS = 65_535  # blocks that a grid can have along an axis that counts rows
+COPIED_BYTES = 256 * 4 * 16  # of a block of cuda/copy.cu: four words of each thread
+MOST_COPYING = 1024  # blocks: enough for all multiprocessors; each takes more where a state is large
 
 
 class CudaBackend:
@@ -52,7 +57,9 @@ class CudaBackend:
             return self.launcher.free_bytes()
 
     def compile(self, program: Program, limits: Limits) -> CudaExecutable:
-        """Upload weights, allocate pools and workspace. Raises OutOfMemory."""
+        """Upload weights, allocate pools and workspace. Raises OutOfMemory, ConfigError for steps of too many rows."""
+        if limits.rows > MOST_ROWS:
+            raise ConfigError(f"steps of {limits.rows} rows; a CUDA device takes up to {MOST_ROWS}")
         with self.launcher.activate():
             return CudaExecutable(program, limits, self.launcher, self.graphs, self.tensor_cores)
 
@@ -78,8 +85,9 @@ class CudaExecutable:
         self._weights: dict[int, tuple[Any, Any]] = {}  # by id: the program keeps its tensors alive
         self._lowered: dict[bool, Lowered] = {}
         # With the ops that each launches. None: ran once, to be captured next time.
-        self._graphs: dict[Step, tuple[Callable[[], None], int] | None] = {}
+        self._graphs: dict[Step, tuple[Callable[[], object], int] | None] = {}
         self._tops: dict[int, TopK] = {}
+        self._copy_items = launcher.kernel("copy", "", "copy_items")
         # Rows, sequences and pages of most steps; a step that needs more makes room.
         self._step: Any = launcher.empty((len(HEADER) + 8 * limits.rows + 8 * limits.slots + limits.pages,), np.int32)
         self._wanted: Any = ()  # logits of the last step, on the device
@@ -186,15 +194,25 @@ class CudaExecutable:
         return ran, dict(seconds)
 
     def _replay(self, lowered: Lowered, bucket: Step) -> int:
-        """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph."""
+        """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph.
+
+        A bucket whose graph finds no memory goes on as it began.
+        """
         if bucket not in self._graphs:
-            self._graphs[bucket] = None
-            return lowered.go(bucket)
+            ran = lowered.go(bucket)
+            self._graphs[bucket] = None  # not before: what failed may have left something to compile
+            return ran
         made = self._graphs[bucket]
         if made is None:
             launched: list[int] = []
-            graph = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
-            made = self._graphs[bucket] = graph, sum(launched)
+            replay: Callable[[], object] = partial(lowered.go, bucket)
+            try:
+                replay = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
+            except OutOfMemory as e:
+                if not launched:
+                    raise
+                log.warning("no graph for steps of %d sequences, which are slower so: %s", bucket.rows, e)
+            made = self._graphs[bucket] = replay, sum(launched)
         graph, ran = made
         graph()
         return ran
@@ -235,18 +253,24 @@ class CudaExecutable:
         check_number("slot", source, self.limits.slots)
         check_number("slot", target, self.limits.slots)
         if source != target:
-            with self.launcher.activate():
-                self._pools.delta[target] = self._pools.delta[source]
-                self._pools.conv[target] = self._pools.conv[source]
+            self._copy(self._pools.delta, self._pools.conv, 1, self.limits.slots, source, target)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of all layers."""
         check_number("page", source, self.limits.pages)
         check_number("page", target, self.limits.pages)
         if source != target:
+            layers = self.program.state.attention_layers
+            self._copy(self._pools.keys, self._pools.values, layers, self.limits.pages, source, target)
+
+    def _copy(self, first: Any, second: Any, outer: int, items: int, source: int, target: int) -> None:
+        """One item of two pools [outer, items, ...] over another: one launch behind the steps before."""
+        sizes = [pool.nbytes // (outer * items) if pool.nbytes else 0 for pool in (first, second)]
+        blocks = min(up(max(sizes), COPIED_BYTES), MOST_COPYING)
+        if blocks:
             with self.launcher.activate():
-                self._pools.keys[:, target] = self._pools.keys[:, source]
-                self._pools.values[:, target] = self._pools.values[:, source]
+                args = first, second, *i32(*sizes, items, source, target)
+                self._copy_items((blocks, outer, 2), 256, 0, args)
 
     def read_slot(self, slot: int) -> tuple[Float, Float]:
         """Copies of the recurrent state of a slot; see Executable.read_slot."""

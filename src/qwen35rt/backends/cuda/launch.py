@@ -42,13 +42,8 @@ class CupyLauncher:
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Make device and stream current in this thread; translate what CuPy raises."""
-        try:
-            with self._device, self._stream:
-                yield
-        except cupy.cuda.memory.OutOfMemoryError as e:
-            raise _no_memory(e) from e
-        except DEVICE_ERRORS as e:
-            raise (_no_memory(e) if e.status == NO_MEMORY else BackendError(f"the GPU failed: {e}")) from e
+        with _our_errors(), self._device, self._stream:
+            yield
 
     def free_bytes(self) -> int:
         """Memory that can be had: what is free, and what CuPy keeps of memory that was used before."""
@@ -92,7 +87,7 @@ class CupyLauncher:
     def capture(self, go: Callable[[], None]) -> Callable[[], None]:
         """Record launches as a graph, to be replayed on the stream. Nothing may be compiled or allocated meanwhile.
 
-        What ``go`` raises comes through, and the stream is as before.
+        What ``go`` raises comes through, and the stream is as before. Raises OutOfMemory where a graph finds no room.
         """
         self._stream.begin_capture()
         try:
@@ -101,8 +96,9 @@ class CupyLauncher:
             with suppress(*DEVICE_ERRORS):  # that the capture is incomplete is not what went wrong
                 self._stream.end_capture()
             raise
-        graph = self._stream.end_capture()
-        graph.upload(self._stream)
+        with _our_errors():  # here, as the caller can do without a graph
+            graph = self._stream.end_capture()
+            graph.upload(self._stream)
         return lambda: graph.launch(self._stream)
 
     def function(self, file: str, variant: str, name: str) -> Any:
@@ -149,6 +145,17 @@ def _compiled(file: str, variant: str) -> Any:
     except (RuntimeError, OSError) as e:  # no CUDA headers, the compiler's library, the folder of compiled modules
         raise KernelCompileError(f"{what} could not be compiled: {type(e).__name__}: {e}") from e
     return module
+
+
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    """Translate what CuPy raises."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as e:
+        raise _no_memory(e) from e
+    except DEVICE_ERRORS as e:
+        raise (_no_memory(e) if e.status == NO_MEMORY else BackendError(f"the GPU failed: {e}")) from e
 
 
 def _no_memory(e: Exception) -> OutOfMemory:
