@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from qwen35rt.backends.cuda.source import kernel_folder
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.formats import FORMATS
 from qwen35rt.model.program import Builder, Program, StateShape, Value
-from tests.cuda_host.host import HostLauncher, compiler, prepare
+from tests import ahead
+from tests.cuda_host import host
+from tests.cuda_host.host import HostLauncher, compiler
 
 from .case import BAD_ACTIVATIONS, Case, Outcome, check_bad_activation, check_outcome, run_case
 from .cases import all_cases
@@ -74,13 +77,19 @@ def _cases() -> list[Any]:
     return made
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _libraries(request: pytest.FixtureRequest) -> None:
-    """Those of the formats that the chosen cases name: one after the other they take longer than the cases."""
-    chosen = [item.name for item in request.session.items if item.path == request.path]
-    prepare(
-        ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in chosen)
+def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
+    """Libraries of the formats that the chosen cases name, and the runs under sanitizers."""
+    if compiler() is None:
+        return []
+    names = [item.name for item in chosen]
+    host.begin(
+        ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in names)
     )
+    waiting = [item for item in chosen if item.originalname == "test_kernels_under_sanitizers"]
+    for item in waiting:
+        cases: Any = item.callspec.params["names"]
+        ahead.begin(cases, partial(_sanitized, cases))
+    return waiting
 
 
 def _same(a: Outcome, b: Outcome) -> None:
@@ -246,18 +255,22 @@ def test_the_head_of_a_step_is_that_of_the_kernels() -> None:
 )
 def test_kernels_under_sanitizers(names: tuple[str, ...]) -> None:
     """Addresses (shared memory and every array have their exact size), alignment, shifts and overflows."""
-    library = _libasan()
-    if library is None:
+    if _libasan() is None:
         pytest.skip("no address sanitizer for g++")
+    done = ahead.result(names, partial(_sanitized, names))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"{len(names)} cases" in done.stdout
+
+
+def _sanitized(names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run cases in a child."""
     environment = os.environ | {
-        "LD_PRELOAD": library,
+        "LD_PRELOAD": _libasan() or "",
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "PYTHONPATH": f"{FOLDER / 'src'}:{FOLDER}",
     }
-    command = [sys.executable, "-m", "tests.cuda_host.sanitized", *names]
-    done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert f"{len(names)} cases" in done.stdout
+    command = [sys.executable, "-m", "tests.cuda_host.sanitized", str(host.folder()), *names]
+    return ahead.run(command, 280, environment, FOLDER)
 
 
 def _libasan() -> str | None:
