@@ -85,6 +85,10 @@ def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
     host.begin(
         ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in names)
     )
+    for item in chosen:
+        if item.originalname.startswith("test_tiles_o"):
+            given: dict[str, Any] = item.callspec.params
+            host.begin([("moe_tiles" if "reduce" in given else "linear_tiles", given["fmt"])])
     waiting = [item for item in chosen if item.originalname == "test_kernels_under_sanitizers"]
     for item in waiting:
         cases: Any = item.callspec.params["names"]
