@@ -1,13 +1,15 @@
-"""Fixtures shared by all tests: tiny models and the folder of oracle files."""
+"""Fixtures shared by all tests: tiny models and the folder of oracle files; work of other processes begins early."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen35rt.config import environment
 
+from . import ahead
 from .fixtures import write_tiny
 
 
@@ -41,3 +43,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [i for i in items if i not in left_out]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the work that the chosen tests will wait for (ahead.py)."""
+    if session.config.option.collectonly:
+        return
+    chosen: dict[Any, list[pytest.Function]] = {}
+    for item in session.items:
+        if isinstance(item, pytest.Function):
+            chosen.setdefault(item.module, []).append(item)
+    ahead.open_session(len(session.items))
+    waiting: list[pytest.Item] = []
+    for module, items in chosen.items():
+        if hasattr(module, "begin_ahead"):
+            waiting += module.begin_ahead(items)
+    if ahead.is_long():
+        last = set(waiting)
+        session.items[:] = [*(item for item in session.items if item not in last), *waiting]
+
+
+def pytest_sessionfinish() -> None:
+    ahead.close_session()

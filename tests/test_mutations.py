@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from qwen35rt.cpu_count import usable_cpus
 
+from . import ahead
 from .fixtures import write_tiny
 from .implementations import native
 from .mutate import MOST_GROWTH, mutate
@@ -46,7 +48,7 @@ def run(file: Path, seed: int, first: int, end: int) -> Counter[str]:
     command = [sys.executable, "-W", "error", "-m", "tests.mutate", str(file), str(seed), str(first), str(end)]
     root = Path(__file__).parents[1]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=root, env=env, check=False)
+    done = ahead.run(command, 280, env, root)
     lines = done.stdout.splitlines()
     if done.returncode:
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
@@ -55,10 +57,34 @@ def run(file: Path, seed: int, first: int, end: int) -> Counter[str]:
     return Counter(json.loads(lines[-1]))
 
 
-def check(file: Path, seed: int, count: int) -> None:
+@cache
+def model(kind: str) -> Path:
+    """Shared by the children."""
+    return small(ahead.folder() / f"{kind}.gguf", kind)
+
+
+def parts_of(kind: str, seed: int, count: int) -> dict[tuple[str, int, int], Callable[[], Counter[str]]]:
+    """The children's work by its name."""
+    ends = {at: min(at + BATCH, count) for at in range(0, count, BATCH)}
+    return {(kind, seed, at): partial(run, model(kind), seed, at, end) for at, end in ends.items()}
+
+
+def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
+    if any(mark.args[0] for mark in pytestmark):
+        return []
+    waiting = [item for item in chosen if item.originalname.startswith("test_b36_5000")]
+    for item in waiting:
+        given: dict[str, Any] = item.callspec.params
+        for name, work in parts_of(given["kind"], 36, given["count"]).items():
+            ahead.begin(name, work)
+    return waiting
+
+
+def check(kind: str, seed: int, count: int) -> None:
     found: Counter[str] = Counter()
+    file = model(kind)
     with ThreadPoolExecutor(usable_cpus().affinity) as pool:
-        parts = [pool.submit(run, file, seed, at, min(at + BATCH, count)) for at in range(0, count, BATCH)]
+        parts = [pool.submit(ahead.result, name, work) for name, work in parts_of(kind, seed, count).items()]
     for part in [done.result() for done in parts]:
         assert part.pop("growth") < MOST_GROWTH + file.stat().st_size
         found += part
@@ -71,16 +97,16 @@ def check(file: Path, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("dense", 2_500), ("moe", 2_500)])
-def test_b36_5000_mutations_are_errors_or_working_models(tmp_path: Path, kind: str, count: int) -> None:
-    check(small(tmp_path / f"{kind}.gguf", kind), 36, count)
+def test_b36_5000_mutations_are_errors_or_working_models(kind: str, count: int) -> None:
+    check(kind, 36, count)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize("seed", range(37, 41))
-def test_b36_mutations_long(tmp_path: Path, kind: str, seed: int) -> None:
-    check(small(tmp_path / f"{kind}.gguf", kind), seed, 10_000)
+def test_b36_mutations_long(kind: str, seed: int) -> None:
+    check(kind, seed, 10_000)
 
 
 def test_mutations_are_the_same_each_time_and_all_different(tmp_path: Path) -> None:

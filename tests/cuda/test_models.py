@@ -15,11 +15,14 @@ from qwen35rt.backends.base import Backend, Batch, Executable, Limits
 from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.cuda.fusion import fuse
 from qwen35rt.backends.reference import ReferenceBackend
+from qwen35rt.formats import FORMATS
 from qwen35rt.model.gguf_file import open_gguf
 from qwen35rt.model.graph import build_program
 from qwen35rt.model.hparams import read_hparams
 from qwen35rt.model.program import Program
 from qwen35rt.model.weights import load_weights
+from tests import ahead
+from tests.cuda_host import host
 from tests.cuda_host.host import HostLauncher, compiler
 from tests.oracle import (
     ALL_FILES,
@@ -37,6 +40,17 @@ Array = npt.NDArray[Any]
 LIMITS = Limits(64, 64, 6, 24, 16, "f32")
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
+
+
+def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
+    """Libraries that all models need, and those of a file of many formats."""
+    if compiler() is None:
+        return []
+    mixed = any("mix" in item.callspec.params.values() for item in chosen if hasattr(item, "callspec"))
+    if ahead.is_long():
+        host.begin(host.of_all_models())
+    host.begin(("linear", f.name) for f in FORMATS if mixed)
+    return []
 
 
 def _program(path: Path) -> Program:

@@ -6,8 +6,10 @@ under ``-m long``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from qwen35rt.backends.cuda import source
 from qwen35rt.cpu_count import usable_cpus
+from tests import ahead
 from tests.cuda_host import nvrtc
 
 # Most registers of a thread, bytes of spills and of stack. 128 registers let two blocks of 256 threads live on a
@@ -52,21 +55,35 @@ def _modules() -> list[Any]:
     return made
 
 
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Any, Future[tuple[str, list[nvrtc.Usage]]]]]:
-    """Log and kernels of each module that was chosen, compiled as many at once as there are cores."""
-    found: list[Any] = [item for item in request.session.items if item.path == request.path]
-    chosen = [tuple(item.callspec.params[name] for name in ("file", "variant", "arch")) for item in found]
-    pool = ProcessPoolExecutor(usable_cpus().affinity, get_context("spawn"))
-    try:
-        yield {module: pool.submit(nvrtc.compile_file, *module) for module in chosen}
-    finally:
-        pool.shutdown(cancel_futures=True)
+@cache
+def _pool() -> ProcessPoolExecutor:
+    """Compilers of low priority, as many as there are cores."""
+    return ProcessPoolExecutor(usable_cpus().affinity, get_context("spawn"), os.nice, (5,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end() -> Iterator[None]:
+    yield
+    _pool().shutdown(cancel_futures=True)
+
+
+def _compile(*module: Any) -> tuple[str, list[nvrtc.Usage]]:
+    return _pool().submit(nvrtc.compile_file, *module).result()
+
+
+def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
+    if nvrtc.library() is None:
+        return []
+    _pool()  # once: threads would make it twice
+    for item in chosen:
+        module = tuple(item.callspec.params[name] for name in ("file", "variant", "arch"))
+        ahead.begin(("nvrtc", *module), partial(_compile, *module))
+    return chosen
 
 
 @pytest.mark.parametrize(("file", "variant", "arch"), _modules())
-def test_modules_compile_within_their_budget(compiled: Any, file: str, variant: str, arch: int) -> None:
-    log, found = compiled[file, variant, arch].result()
+def test_modules_compile_within_their_budget(file: str, variant: str, arch: int) -> None:
+    log, found = ahead.result(("nvrtc", file, variant, arch), lambda: nvrtc.compile_file(file, variant, arch))
     assert {u.kernel for u in found} == set(source.kernels(file)), log
     assert "warning" not in log
     for use in found:

@@ -1,14 +1,15 @@
 """A launcher that runs the .cu files on the CPU over NumPy arrays: the CUDA backend without a device.
 
-Files are compiled by g++ with cuda_host.h before them, those of one weight format together, once a session.
+Files are compiled by g++ with cuda_host.h before them, those of one weight format together, once a session. Without
+C++'s headers: they take the compiler longer than most kernels.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,12 @@ import numpy.typing as npt
 from qwen35rt.backends.cuda import source
 from qwen35rt.backends.cuda.interface import Grid, Kernel
 from qwen35rt.cpu_count import usable_cpus
+from tests import ahead
 
 HEADER = Path(__file__).with_name("cuda_host.h")
 FLAGS = (
     "-std=c++17",
+    "-nostdinc++",
     "-O1",
     "-fPIC",
     "-shared",
@@ -36,12 +40,15 @@ FLAGS = (
     "-U_FORTIFY_SOURCE",
 )
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable")
-SANITIZE = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def compiler() -> str | None:
     """The C++ compiler, if there is one."""
     return shutil.which("g++")
+
+
+_locks: dict[Path, Lock] = {}
 
 
 @cache
@@ -52,9 +59,10 @@ def folder() -> Path:
     return made
 
 
-def unit_of(file: str, variant: str) -> tuple[str, tuple[str, ...]]:
-    """Name of the library with a file's kernels, and the files in it: products of one format share one."""
-    together = tuple(f for f in source.BY_FORMAT if f not in source.TILED)
+def unit_of(file: str, variant: str, flags: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
+    """Name of the library with a file's kernels, and the files in it: products of one format share one, but not where
+    flags make the compiler slow."""
+    together = () if flags else tuple(f for f in source.BY_FORMAT if f not in source.TILED)
     files = together if file in together else (file,)
     return f"{files[0]}-{variant}" if variant else files[0], files
 
@@ -62,32 +70,61 @@ def unit_of(file: str, variant: str) -> tuple[str, tuple[str, ...]]:
 @cache
 def library(file: str, variant: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The compiled kernels of a file."""
-    name, files = unit_of(file, variant)
+    return ctypes.CDLL(str(compiled(file, variant, flags)))
+
+
+def compiled(file: str, variant: str, flags: tuple[str, ...] = ()) -> Path:
+    """The library with the kernels of a file, which is compiled where it is not there yet."""
+    name, files = unit_of(file, variant, flags)
     macro = source.define(file, variant)
     text = [f"#define {macro} 1"] if macro else []
     text += [f'#include "{source.kernel_folder() / f}.cu"' for f in files]
     kernels = [kernel for f in files for kernel in source.kernels(f)]
-    return build(f"{name}{'-sanitized' if flags else ''}", "\n".join(text), kernels, flags)
+    return _compile(f"{name}{'-sanitized' if flags else ''}", "\n".join(text), kernels, flags)
 
 
-def prepare(units: Iterable[tuple[str, str]]) -> None:
+def prepare(units: Iterable[tuple[str, str]], flags: tuple[str, ...] = ()) -> None:
     """Compile the libraries of files and variants, as many at once as there are cores."""
+    folder()  # once: threads would make it twice
     with ThreadPoolExecutor(usable_cpus().affinity) as pool:
-        for done in [pool.submit(library, file, variant, ()) for file, variant in units]:
+        for done in [pool.submit(compiled, file, variant, flags) for file, variant in units]:
             done.result()
+
+
+def of_all_models() -> list[tuple[str, str]]:
+    """Files and variants that most models need."""
+    rest = [file for file in source.files() if file not in source.BY_FORMAT]
+    return [*((file, variant) for file in rest for variant in source.variants(file))]
+
+
+def begin(units: Iterable[tuple[str, str]]) -> None:
+    """The same ahead of the tests (tests/ahead.py)."""
+    folder()
+    for file, variant in units:
+        ahead.begin(("library", file, variant), partial(compiled, file, variant))
 
 
 def build(name: str, text: str, kernels: Sequence[str], flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile the text of some kernels, once a session for each name."""
+    return ctypes.CDLL(str(_compile(name, text, kernels, flags)))
+
+
+def _compile(name: str, text: str, kernels: Sequence[str], flags: tuple[str, ...]) -> Path:
+    """Threads wait for each other's library; a process that shares the folder never sees half of one."""
     path = folder() / f"{name}.so"
-    if not path.exists():
-        cpp = path.with_suffix(".cpp")
+    with _locks.setdefault(path, Lock()):
+        if path.exists():
+            return path
+        cpp, made = (path.with_name(f"{name}-{os.getpid()}.{ending}") for ending in ("cpp", "so"))
         cpp.write_text("\n".join([text, *(f"HOST_KERNEL({kernel})" for kernel in kernels), ""]))
-        command = ["g++", *FLAGS, *fused(), *WARNINGS, *flags, "-include", str(HEADER), str(cpp), "-o", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = ["g++", *FLAGS, *fused(), *WARNINGS, *flags, "-include", str(HEADER), str(cpp), "-o", str(made)]
+        # A sanitizer that this process runs with would make the compiler slow.
+        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+        done = ahead.run(command, env=environment)
         if done.returncode:
             raise AssertionError(f"{name}: {done.stderr[:4000]}")
-    return ctypes.CDLL(str(path))
+        made.rename(path)
+    return path
 
 
 def launch(
@@ -120,7 +157,7 @@ def fused() -> tuple[str, ...]:
 class HostLauncher:
     """``order``: how threads and blocks take turns (cuda_host.h).
 
-    ``launches``: kernels run so far; ``names``: theirs.
+    ``launches``: kernels run so far; ``names``: theirs; ``modules``: files and variants that they are of.
     """
 
     order: int = 0
@@ -132,7 +169,7 @@ class HostLauncher:
     def __post_init__(self) -> None:
         self.launches = 0
         self.names: set[str] = set()
-        self._loaded: set[tuple[str, str]] = set()  # files and variants
+        self.modules: set[tuple[str, str]] = set()
         self._recording: list[Callable[[], None]] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -207,13 +244,13 @@ class HostLauncher:
         self, file: str, variant: str, name: str, grid: Grid, block: int, shared_bytes: int, args: tuple[Any, ...]
     ) -> None:
         if self._recording is not None:
-            assert (file, variant) in self._loaded, f"{file} {variant} would be compiled and loaded during a capture"
+            assert (file, variant) in self.modules, f"{file} {variant} would be compiled and loaded during a capture"
             self._recording.append(partial(self._call, file, variant, name, grid, block, shared_bytes, args))
             return
         launch(library(file, variant, self.flags), name, grid, block, shared_bytes, args, self.order)
         self.launches += 1
         self.names.add(name)
-        self._loaded.add((file, variant))
+        self.modules.add((file, variant))
 
 
 @cache

@@ -1,5 +1,6 @@
-"""Runs named op cases, and copies, on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized CASE...``,
-with libasan loaded before Python. A fault ends the process. ``--large``: products in tiles of 128.
+"""Runs named op cases, and copies, on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized FOLDER
+CASE...``, with libasan loaded before Python; FOLDER is that of libraries. A fault ends the process. ``--large`` before
+the cases: products in tiles of 128.
 
 Prints the names of the kernels that ran.
 """
@@ -7,24 +8,32 @@ Prints the names of the kernels that ran.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from qwen35rt.backends.cuda import ops
 from qwen35rt.backends.cuda.backend import CudaBackend
 from tests.ops.case import check_outcome, run_case
 from tests.ops.cases import all_cases
 
+from . import host
 from .copies import copy_and_check
 from .host import SANITIZE, HostLauncher
 
 
-def main(names: list[str]) -> int:
+def main(folder: str, *names: str) -> int:
     """Run the cases."""
+    host.folder = lambda: Path(folder)  # type: ignore[assignment]
     if names[0] == "--large":
         vars(ops)["LARGE_FROM"] = 1
         names = names[1:]
+    cases = [case for case in all_cases() if case.id in names]
+    plain = HostLauncher()
+    copy_and_check(plain)
+    for case in cases:  # shows which kernels are needed, so that all are compiled at once
+        run_case(case, CudaBackend(plain))
+    host.prepare(plain.modules, SANITIZE)
     launcher = HostLauncher(flags=SANITIZE)
     copy_and_check(launcher)
-    cases = [case for case in all_cases() if case.id in names]
     for case in cases:
         check_outcome(case, run_case(case, CudaBackend(launcher)))
     print(f"{len(cases)} cases: {' '.join(sorted(launcher.names))}")
@@ -32,4 +41,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -6,10 +6,7 @@ sanitizers too, without the optimiser, which would take its time with the checks
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from qwen35rt.cpu_count import usable_cpus
+from tests import ahead
 from tests.implementations import isa_levels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,19 +44,10 @@ def at_once(calls: Iterable[Callable[[], None]]) -> None:
             done.result()
 
 
-_children: set[subprocess.Popen[str]] = set()
-_ending = threading.Event()
-
-
 def call(*command: str | Path) -> tuple[int, str]:
     """Run a program: -> its status, and what it says."""
-    if _ending.is_set():
-        raise InterruptedError("the session ends")
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    _children.add(child)
-    said, _ = child.communicate()
-    _children.discard(child)
-    return child.returncode, said
+    done = ahead.run([*map(str, command)])
+    return done.returncode, done.stdout + done.stderr
 
 
 @dataclass(frozen=True)
@@ -150,11 +139,20 @@ def make(check: str, folder: Path) -> None:
         passes(Compiler(folder / kind).driver(level, NATIVE[level]))
 
 
+def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
+    waiting = []
+    for item in chosen:
+        if item.originalname == "test_level" and lacks(check := str(item.callspec.params["check"])) is None:
+            waiting.append(item)
+            ahead.begin(("level", check), partial(make, check, ahead.folder()))
+    return waiting
+
+
 @pytest.mark.parametrize("check", CHECKS)
-def test_level(check: str, begun: Begun) -> None:
+def test_level(check: str) -> None:
     if reason := lacks(check):
         pytest.skip(reason)
-    begun.end(check)
+    ahead.result(("level", check), partial(make, check, ahead.folder()))
 
 
 def test_avx512bf16_has_the_code_of_avx512() -> None:
@@ -163,30 +161,3 @@ def test_avx512bf16_has_the_code_of_avx512() -> None:
         text = path.read_text()
         both = text.count("defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)")
         assert text.count("LEVEL_AVX512)") == text.count("LEVEL_AVX512BF16") == both, path
-
-
-class Begun:
-    """Checks that are made in the background, one after the other, on one core less than there are: they wait for
-    compilers, most other tests for one core. ``end`` makes one at once that has not begun."""
-
-    def __init__(self, checks: Sequence[str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="qwen35rt-levels-"))
-        self._pool = ThreadPoolExecutor(1, initializer=partial(os.nice, 5))
-        self._made = {check: self._pool.submit(make, check, self._folder) for check in checks}
-
-    def end(self, check: str) -> None:
-        """Wait until a check is made. Raises its AssertionError."""
-        made = self._made.get(check)
-        if made is None or made.cancel():
-            make(check, self._folder)
-        else:
-            made.result()
-
-    def close(self) -> None:
-        """Begin no more, end what runs, and drop what was built."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        _ending.set()
-        for child in list(_children):
-            child.kill()
-        self._pool.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from qwen35rt.backends.cuda.source import kernel_folder
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.formats import FORMATS
 from qwen35rt.model.program import Builder, Program, StateShape, Value
-from tests.cuda_host.host import HostLauncher, compiler, prepare
+from tests import ahead
+from tests.cuda_host import host
+from tests.cuda_host.host import HostLauncher, compiler
 from tests.engine.rig import best_of
 
 from .case import BAD_ACTIVATIONS, Case, Outcome, check_bad_activation, check_outcome, run_case
@@ -98,7 +101,7 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
         "rope rms_norm gated_rms_norm l2_norm sigmoid_mul silu_mul add delta_gates gather_rows moe_route",
     ),
 }
-NOT_SANITIZED = {"top_k", "top_k_parts", "attention_merge", "delta_net_32"}
+NOT_SANITIZED = {"top_k", "top_k_parts", "top_k_join", "attention_merge", "delta_net_32"}
 FOLDER = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
@@ -115,13 +118,23 @@ def _cases() -> list[Any]:
     return made
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _libraries(request: pytest.FixtureRequest) -> None:
-    """Those of the formats that the chosen cases name: one after the other they take longer than the cases."""
-    chosen = [item.name for item in request.session.items if item.path == request.path]
-    prepare(
-        ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in chosen)
+def begin_ahead(chosen: list[pytest.Function]) -> list[pytest.Function]:
+    """Libraries of the formats that the chosen cases name, and the runs under sanitizers."""
+    if compiler() is None:
+        return []
+    names = [item.name for item in chosen]
+    host.begin(
+        ("linear", f.name) for f in FORMATS if any(f"linear-{f.name}-" in n or f"embed-{f.name}-" in n for n in names)
     )
+    for item in chosen:
+        if item.originalname.startswith("test_tiles_o"):
+            given: dict[str, Any] = item.callspec.params
+            host.begin([("moe_tiles" if "reduce" in given else "linear_tiles", given["fmt"])])
+    waiting = [item for item in chosen if item.originalname == "test_kernels_under_sanitizers"]
+    for item in waiting:
+        group: Any = item.callspec.params["group"]
+        ahead.begin(("sanitized", group), partial(_sanitized, group))
+    return waiting
 
 
 def _same(a: Outcome, b: Outcome) -> None:
@@ -305,21 +318,25 @@ def test_the_head_of_a_step_is_that_of_the_kernels() -> None:
 @pytest.mark.parametrize("group", [g if g == "some" else pytest.param(g, marks=pytest.mark.long) for g in SANITIZED])
 def test_kernels_under_sanitizers(group: str) -> None:
     """Addresses (shared memory and every array have their exact size), alignment, shifts and overflows."""
-    library = _libasan()
-    if library is None:
+    if _libasan() is None:
         pytest.skip("no address sanitizer for g++")
-    environment = os.environ | {
-        "LD_PRELOAD": library,
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": f"{FOLDER / 'src'}:{FOLDER}",
-    }
+    done = ahead.result(("sanitized", group), partial(_sanitized, group))
     names, kernels = SANITIZED[group]
-    command = [sys.executable, "-m", "tests.cuda_host.sanitized", *names]
-    done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     count, _, ran = done.stdout.strip().partition(" cases: ")
     assert int(count) == len([n for n in names if n != "--large"])
     assert set(kernels.split()) <= set(ran.split())
+
+
+def _sanitized(group: str) -> subprocess.CompletedProcess[str]:
+    """Run a group's cases in a child."""
+    environment = os.environ | {
+        "LD_PRELOAD": _libasan() or "",
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "PYTHONPATH": f"{FOLDER / 'src'}:{FOLDER}",
+    }
+    command = [sys.executable, "-m", "tests.cuda_host.sanitized", str(host.folder()), *SANITIZED[group][0]]
+    return ahead.run(command, 280, environment, FOLDER)
 
 
 def test_every_kernel_is_in_a_group_under_sanitizers() -> None:
