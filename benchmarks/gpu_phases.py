@@ -150,8 +150,7 @@ class Phase:
         row("largest logits found on the device", "right" if right else "wrong", ok=right)
         other, name = _host_backend()
         worst = _greedy_gap(graphs, other.compile(program, limits), prompt, pages, self.sizes.greedy)
-        text = f"{self.sizes.greedy} greedy tokens against {name}: gap where they part"
-        row(text, worst, "logits", ok=worst < 0.05)
+        row(f"{self.sizes.greedy} greedy tokens against {name}: gap where they part", worst, "logits", ok=worst < 0.05)
         for exe in (eager, graphs):
             exe.close()
 
@@ -313,12 +312,11 @@ class Runs:
         for s in range(sequences):
             self.exe.run(Batch.single(self.rng.integers(0, self.n_vocab, depth), 0, pages[s], s), top=TOP)
         ids = self.rng.integers(0, self.n_vocab, (warm + steps, sequences))
-        began = 0.0
+        began = []
         for step in range(warm + steps):
-            if step == warm:
-                began = time.perf_counter()
+            began.append(time.perf_counter())
             self.exe.run(_decode_batch(ids[step], depth + step, pages), top=TOP)
-        return sequences * steps / (time.perf_counter() - began)
+        return sequences * steps / (time.perf_counter() - began[warm])
 
     def device_step(self) -> float:
         """Seconds of the graph that was captured last, without what the host does for a step."""
