@@ -398,37 +398,34 @@ static void op_quantize(const qrt_op *op, const qrt_ctx *c) {
 }
 
 // Independent chains of the level's int8 multiply-add, as in dot_group without its loads.
+#define CHAINS 12
+#define EACH_CHAIN _Pragma("GCC unroll 12") for (int j = 0; j < CHAINS; j++)
 static double int8_peak(void) {
-    enum { N = 200000, CHAINS = 12 };
+    enum { N = 200000 };
     _Alignas(64) uint8_t zero[64] = {0};
     __asm__ volatile("" : : "r"(zero) : "memory");
 #if (defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)) && !defined(QRT_SIMDE)
     __m512i a[CHAINS], w = _mm512_loadu_si512(zero), b = w;
-    for (int j = 0; j < CHAINS; j++) a[j] = w;
-    for (int i = 0; i < N; i++)
-#    pragma GCC unroll 12
-        for (int j = 0; j < CHAINS; j++) {
+    EACH_CHAIN a[j] = w;
+    for (int i = 0; i < N; i++) EACH_CHAIN {
             a[j] = _mm512_dpbusd_epi32(a[j], w, b);
             __asm__ volatile("" : "+v"(a[j]));
         }
     return 128.0 * N * CHAINS;
 #elif defined(QRT_LEVEL_AVX2)
     __m256i a[CHAINS], w = _mm256_loadu_si256((const __m256i *)zero), b = w;
-    for (int j = 0; j < CHAINS; j++) a[j] = w;
-    for (int i = 0; i < N; i++)
-#    pragma GCC unroll 12
-        for (int j = 0; j < CHAINS; j++) {
+    EACH_CHAIN a[j] = w;
+    for (int i = 0; i < N; i++) EACH_CHAIN {
+            HOLD(w); // else the product is made once, before the loop
             a[j] = _mm256_add_epi16(a[j], _mm256_maddubs_epi16(w, b));
-            __asm__ volatile("" : "+x"(a[j]));
+            HOLD(a[j]);
         }
     return 64.0 * N * CHAINS;
 #elif defined(QRT_LEVEL_NEON)
     int32x4_t a[CHAINS];
     int8x16_t w = vld1q_s8((const int8_t *)zero);
-    for (int j = 0; j < CHAINS; j++) a[j] = vdupq_n_s32(0);
-    for (int i = 0; i < N; i++)
-#    pragma GCC unroll 12
-        for (int j = 0; j < CHAINS; j++) {
+    EACH_CHAIN a[j] = vdupq_n_s32(0);
+    for (int i = 0; i < N; i++) EACH_CHAIN {
             a[j] = vdotq_s32(a[j], w, w);
             __asm__ volatile("" : "+w"(a[j]));
         }
@@ -442,6 +439,8 @@ static double int8_peak(void) {
     return 2.0 * N;
 #endif
 }
+#undef CHAINS
+#undef EACH_CHAIN
 
 void QRT_FILL(linear)(qrt_kernels *k) {
 #ifdef DIRECT_FORMATS
