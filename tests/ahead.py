@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -35,6 +36,9 @@ class Ahead:
     begun: dict[Hashable, Future[Any]] = field(default_factory=dict)
     children: set[subprocess.Popen[str]] = field(default_factory=set)
     ending: threading.Event = field(default_factory=threading.Event)
+    change: threading.Condition = field(default_factory=threading.Condition)  # of the two below
+    running: int = 0
+    paused: bool = False
 
 
 _ahead = Ahead()
@@ -56,7 +60,33 @@ def is_long() -> bool:
 def begin(key: Hashable, work: Callable[[], object]) -> None:
     """Do this in another thread when its turn comes."""
     if _ahead.pool is not None:
-        _ahead.begun[key] = _ahead.pool.submit(work)
+        _ahead.begun[key] = _ahead.pool.submit(_in_turn, work)
+
+
+def _in_turn(work: Callable[[], T]) -> T:
+    with _ahead.change:
+        _ahead.change.wait_for(lambda: not _ahead.paused)
+        _ahead.running += 1
+    try:
+        return work()
+    finally:
+        with _ahead.change:
+            _ahead.running -= 1
+            _ahead.change.notify_all()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """While it lasts nothing runs, for tests that count what this process holds. They must not ask for a result."""
+    with _ahead.change:
+        _ahead.paused = True
+        _ahead.change.wait_for(lambda: not _ahead.running)
+    try:
+        yield
+    finally:
+        with _ahead.change:
+            _ahead.paused = False
+            _ahead.change.notify_all()
 
 
 def result(key: Hashable, work: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ import pytest
 
 from qwen35rt.server.run import _allow_descriptors, spare_collector
 from qwen35rt.tokenizer import Tokenizer
+from tests import ahead
 from tests.fixtures import write_tiny
 from tests.implementations import native
 from tests.server.chat_templates import QUIET
@@ -32,6 +33,13 @@ from tests.server.soak import GROWTH, soak
 
 pytestmark = pytest.mark.timeout(1800)
 needs_native = pytest.mark.skipif(native() is None, reason="the compiled module qwen35rt._native is not built")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    """Pipes of other processes would count as descriptors."""
+    with ahead.paused():
+        yield
 
 
 def sizes(short: int, long: int) -> pytest.MarkDecorator:
