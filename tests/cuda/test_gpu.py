@@ -18,7 +18,7 @@ from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.config import ENGINE
 from qwen35rt.errors import BackendError, GenerationFailed, OutOfMemory
 from qwen35rt.model.source import open_source
-from tests.engine.rig import Rig, best_of
+from tests.engine.rig import Rig, check_best
 from tests.fixtures import write_tiny
 from tests.ops.case import Case, check_case, run_case
 from tests.ops.cases import all_cases
@@ -149,11 +149,11 @@ def test_the_device_finds_the_largest_logits(device: Device, kind: str, request:
     batch = Batch.single(range(1, 1 + n), 0, np.arange(2, dtype=np.int32), out_rows=range(n))
     logits = exe.run(batch)[0].copy()
     found, report = exe.run(batch, top=8)
-    np.testing.assert_array_equal(found, best_of(logits, 8))
+    check_best(found, logits, 8)
     assert report.on_gpu
     for row in (n - 1, 0, 0):
         np.testing.assert_array_equal(exe.full_logits(row), logits[row])
-    np.testing.assert_array_equal(found, best_of(logits, 8))  # whole rows do not come to lie there
+    check_best(found, logits, 8)  # whole rows do not come to lie there
     for row in (-1, n):
         with pytest.raises(BackendError, match=f"row {row} is not one of the {n} rows"):
             exe.full_logits(row)

@@ -20,6 +20,7 @@ from qwen35rt.model.source import open_source
 from tests.cuda_host import cupy_host
 from tests.cuda_host.cupy_host import Machine, launch_module
 from tests.cuda_host.host import HostLauncher, compiler
+from tests.engine.rig import check_best
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
 
@@ -79,7 +80,7 @@ def test_a_model_runs_as_in_plain_emulation(machine: Machine, launcher: Any, tin
     for start, ids in ((0, [5, 6, 7]), (3, [8]), (4, [9]), (5, [10])):
         batch = Batch.single(ids, start, np.arange(2, dtype=np.int32))
         np.testing.assert_array_equal(exe.run(batch)[0], plain.run(batch)[0])
-        np.testing.assert_array_equal(exe.run(batch, top=2)[0], plain.run(batch, top=2)[0])
+        check_best(exe.run(batch, top=2)[0], plain.run(batch)[0], 2)
         np.testing.assert_array_equal(exe.full_logits(0), plain.full_logits(0))
     assert machine.replays > 3
     assert machine.pinned == program.n_vocab * 4 + limits.out_rows * 2 * 2 * 4  # whole rows; pairs

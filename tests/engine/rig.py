@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from qwen35rt.backends.base import Backend, Batch, Executable, Float, Limits, StepReport
+from qwen35rt.backends.base import Backend, Batch, Best, Executable, Float, Limits, Logits, StepReport
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.engine.core import Core, Event
 from qwen35rt.engine.result import Completion, Delta
@@ -27,12 +27,19 @@ N_CTX = 512
 PAGE = 16
 
 
-def best_of(logits: Float, top: int) -> Float:
-    """Rows with their ``top`` largest numbers, ties to the lower id, NaN first; -inf elsewhere."""
-    order = np.argsort(-np.where(np.isnan(logits), np.inf, logits), -1, kind="stable")[..., :top]
-    made = np.full_like(logits, -np.inf)
-    np.put_along_axis(made, order, np.take_along_axis(logits, order, -1), -1)
-    return made
+def best_of(logits: Float, top: int) -> Best:
+    """The ``top`` largest numbers of rows or of one, ties to the lower id, NaN first."""
+    ids = np.argsort(-np.where(np.isnan(logits), np.inf, logits), -1, kind="stable")[..., :top].astype(np.int32)
+    ids.sort(-1)
+    return Best(ids, np.take_along_axis(logits, ids, -1))
+
+
+def check_best(found: Logits, logits: Float, top: int) -> None:
+    """They are the ``top`` largest of ``logits``, and nothing else is there."""
+    assert isinstance(found, Best)
+    want = best_of(logits, top)
+    np.testing.assert_array_equal(found.ids, want.ids, strict=True)
+    np.testing.assert_array_equal(found.logits, want.logits, strict=True)
 
 
 class Spy:
@@ -52,15 +59,21 @@ class Spy:
         self.tops: list[int] = []
         self.whole: list[list[int]] = []
 
-    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]: ...
+
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = (), *, top: int) -> tuple[Logits, StepReport]: ...
+
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Logits, StepReport]:
         if len(self.steps) == self.fail_at:
             self.fail_at = -1
             raise BackendError("made to fail")
         self.steps.append(len(batch.tokens))
         self.tops.append(top)
         self.whole.append([])
-        logits, report = self.inner.run(batch, keep, top)
-        if self.only_best and top:
+        logits, report = self.inner.run(batch, keep, top=top)
+        if self.only_best and top and not isinstance(logits, Best):
             logits = best_of(logits, top)
         if self.devices is not None:
             report = replace(report, devices={next(self.devices): 1})

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from qwen35rt.backends.base import Best
 from qwen35rt.config import ENGINE
 from qwen35rt.engine.sampler import Sampler, SamplingParams, make_workspace
 from qwen35rt.errors import BackendError, GenerationFailed
@@ -55,7 +56,7 @@ def row_of(rng: np.random.Generator) -> Row:
 
 def test_where_the_best_are_enough_nothing_else_is_drawn() -> None:
     """Kept tokens, probabilities and the draw are equal to the bit. The sampler says so wherever nothing that it
-    changes is among the best, and is right to doubt at times."""
+    changes is among the best and those are more than it needs, and is right to doubt at times."""
     workspace, seen, differed = make_workspace(N_VOCAB), {True: 0, False: 0}, 0
     for seed in range(400):
         rng = np.random.default_rng([31, seed])
@@ -65,11 +66,11 @@ def test_where_the_best_are_enough_nothing_else_is_drawn() -> None:
         sampler = Sampler(params, N_VOCAB, (290, 299), ends, prompt=prompt, workspace=workspace)
         base = row_of(rng)
         for position in range(10):
-            # What is drawn, and so changed, is among the best again; often there are just a few more than needed.
+            # What is drawn, and so changed, is among the best again; often there are just as many as needed.
             row = base + np.round(rng.normal(0, 0.5, N_VOCAB), 1).astype(np.float32)
-            given = int(rng.choice([sampler.needs_best + int(rng.integers(1, 7)), 32, N_VOCAB]))
+            given = int(rng.choice([max(sampler.needs_best + int(rng.integers(7)), 1), 32, N_VOCAB - 1]))
             best = best_of(row, given)
-            enough = sampler.enough(best, given)
+            enough = sampler.enough(best)
             seen[enough] += 1
             ids, probs = sampler.distribution(row)
             if enough:
@@ -84,7 +85,7 @@ def test_where_the_best_are_enough_nothing_else_is_drawn() -> None:
     assert differed > 100
 
 
-def _equal(sampler: Sampler, best: Row, ids: npt.NDArray[np.int32], probs: npt.NDArray[np.float64]) -> bool:
+def _equal(sampler: Sampler, best: Best, ids: npt.NDArray[np.int32], probs: npt.NDArray[np.float64]) -> bool:
     try:
         some_ids, some_probs = sampler.distribution(best)
     except GenerationFailed:
@@ -121,12 +122,33 @@ def test_only_what_is_changed_among_the_best_counts() -> None:
     sampler = Sampler(params, N_VOCAB, (291, 5), eog=(292,))
     for token, enough in ((7, True), (299, True), (299, True), (294, False)):
         sampler.accept(token)
-        assert sampler.enough(best, 10) == enough
+        assert sampler.enough(best) == enough
     late = Sampler(SamplingParams(top_k=8, min_tokens=2), N_VOCAB, eog=(292, 293, 294))
     late.accept(1)
-    assert not late.enough(best, 10)
+    assert not late.enough(best)
     late.accept(1)
-    assert late.enough(best, 10)
+    assert late.enough(best)
+
+
+def test_each_of_the_best_has_its_own_bias_and_count() -> None:
+    """Whatever stands before it in the lists of what is changed and is not among the best."""
+    row = np.linspace(0, 60, N_VOCAB, dtype=np.float32)
+    params = SamplingParams(top_k=20, top_p=1, frequency_penalty=0.25, logit_bias={3: -5.0, 297: -0.5, 298: -1.0})
+    sampler = Sampler(params, N_VOCAB)
+    for token in (7, 7, 7, 7, 299, 296, 296):
+        sampler.accept(token)
+    best = best_of(row, 30)
+    assert sampler.enough(best)
+    for found, want in zip(sampler.distribution(best), sampler.distribution(row), strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+def test_a_row_of_few_finite_logits_is_all_there() -> None:
+    row = np.full(N_VOCAB, -np.inf, np.float32)
+    row[:5] = range(5)
+    params = SamplingParams(top_k=20, logit_bias=dict.fromkeys(range(N_VOCAB), -1.0))
+    assert Sampler(params, N_VOCAB).enough(best_of(row, 25))
+    assert not Sampler(params, N_VOCAB).enough(best_of(row, 24))
 
 
 # ------------------------------------------------------------------------------------------ a core

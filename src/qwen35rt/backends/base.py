@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -197,6 +197,23 @@ class StepReport:
         return bool(self.devices) and set(self.devices) == {"cuda"}
 
 
+@dataclass(frozen=True)
+class Best:
+    """The k largest logits of each row, of equal ones those of lower ids, a NaN before all numbers.
+
+    ids int32 [N, k], rising in each row; logits float32 [N, k]. Of one row: [k] both. k is below n_vocab.
+    """
+
+    ids: Int
+    logits: Float
+
+    def __getitem__(self, at: int | slice) -> Best:
+        return Best(self.ids[at], self.logits[at])
+
+
+Logits = Float | Best
+
+
 class Executable(Protocol):
     """A program bound to a device, its weights and its state pools."""
 
@@ -212,12 +229,17 @@ class Executable(Protocol):
         """Bytes of one page: keys and values of all layers."""
         ...
 
-    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]: ...
+
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = (), *, top: int) -> tuple[Logits, StepReport]: ...
+
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Logits, StepReport]:
         """One step: -> logits [N, n_vocab] of the wanted rows (valid until the next call), and what was done.
 
-        ``keep`` names values to return in the report (copies). ``top`` above 0: of each row only so many largest logits
-        need be there, of equal ones those of lower ids, a NaN before all numbers; others may be -inf. Raises
-        BackendError.
+        ``keep`` names values to return in the report (copies). ``top`` above 0: so many largest logits of each row are
+        enough, and a backend may give those alone. Raises BackendError.
         """
         ...
 

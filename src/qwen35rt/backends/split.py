@@ -9,13 +9,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import overload
 
 import numpy as np
 
 from ..errors import BackendError
 from ..model.cut import Cut, cut_program
 from ..model.program import Program
-from .base import Backend, Batch, Executable, Float, Limits, StepReport, check_batch, check_state
+from .base import Backend, Batch, Executable, Float, Limits, Logits, StepReport, check_batch, check_state
 
 
 class SplitBackend:
@@ -74,7 +75,13 @@ class SplitExecutable:
         for exe in (self._below, self._above):
             exe.profile = on  # type: ignore[attr-defined]  # the reference has no use for it
 
-    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]: ...
+
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = (), *, top: int) -> tuple[Logits, StepReport]: ...
+
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Logits, StepReport]:
         """One step; see Executable.run. The report counts the ops of each device."""
         check_batch(batch, self.limits, self.program.n_vocab)
         unknown = [name for name in keep if name not in self._names]
@@ -86,7 +93,7 @@ class SplitExecutable:
         upper = [name for name in keep if name not in self._below_names]
         stream, first = self._below.run(replace(batch, out_rows=rows), lower)
         self._stream[: len(rows)] = stream
-        logits, second = self._above.run(replace(batch, tokens=rows), upper, top)
+        logits, second = self._above.run(replace(batch, tokens=rows), upper, top=top)
         devices, op_seconds = Counter[str](), defaultdict[str, float](float)
         for report in (first, second):
             devices.update(report.devices)

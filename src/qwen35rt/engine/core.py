@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..backends.base import Executable, Float, Int, StepReport
+from ..backends.base import Best, Executable, Int, Logits, StepReport
 from ..config import ENGINE
 from ..errors import ConfigError, GenerationFailed, OutOfMemory, Qwen35Error
 from ..tokenizer.base import Tokenizer
@@ -284,7 +284,7 @@ class Core:
             first += rows
         top = self._top(work)
         logits, report = self.executable.run(make_batch(work, saves), top=top)
-        last = self._last_rows(work, logits, top)
+        last = self._last_rows(work, logits)
         self.counters.steps += 1
         self.counters.rows += first
         self.counters.step_rows[first] = self.counters.step_rows.get(first, 0) + 1
@@ -305,21 +305,24 @@ class Core:
                 return 0
         return self.top
 
-    def _last_rows(self, work: list[tuple[Session, int]], logits: Float, top: int) -> list[Float]:
-        """Each session's last row, whole where what was asked for does not decide its draw.
+    def _last_rows(self, work: list[tuple[Session, int]], logits: Logits) -> list[Logits]:
+        """Each session's last row, whole where the largest logits do not decide its draw.
 
         All are there before the first turn changes: what the device may raise leaves turns as they were.
         """
-        last, at = [], -1
+        last: list[Logits] = []
+        at = -1
         for session, rows in work:
             at += session.out_rows(rows)
             draws = rows == session.open_rows
-            some = top > 0 and draws and not session.turn.enough(logits[at], top)
-            last.append(self.executable.full_logits(at) if some else logits[at])
+            row: Logits = logits[at]
+            if draws and isinstance(row, Best) and not session.turn.enough(row):
+                row = self.executable.full_logits(at)
+            last.append(row)
         return last
 
     def _advance(
-        self, session: Session, rows: int, logits: Float, last: Float, report: StepReport, events: Events
+        self, session: Session, rows: int, logits: Logits, last: Logits, report: StepReport, events: Events
     ) -> None:
         """Take over what a step computed for a session: log-probabilities of the prompt, the next token."""
         turn, start, prompt = session.turn, session.held, len(session.turn.plan.ids)
@@ -330,7 +333,7 @@ class Core:
         turn.stepped(report, session.held)
         self.counters.prompt_tokens += max(0, min(session.held, prompt) - start)
         try:
-            if turn.plan.prompt_logprobs and start < prompt:
+            if turn.plan.prompt_logprobs and start < prompt and not isinstance(logits, Best):  # see _top
                 turn.read_prompt(start, logits[: min(session.held, prompt - 1) - start])
             if session.open_rows:
                 check_finite(last)

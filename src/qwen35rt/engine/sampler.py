@@ -9,12 +9,14 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from qwen35rt import _native
+from qwen35rt.backends.base import Best, Logits
 from qwen35rt.config import SAMPLING, SAMPLING_LIMITS, SamplingLimits
 from qwen35rt.errors import GenerationFailed, RequestError
 
@@ -179,6 +181,7 @@ class Sampler:
         self._n_vocab = n_vocab
         self._n_generated = 0
         self._workspace = make_workspace(n_vocab) if workspace is None else workspace
+        self._room = self._workspace[: 4 * n_vocab].view(np.int32)  # csrc/sampler.c takes more, leaves anything
         biases = {token: bias for token, bias in params.logit_bias.items() if bias is not False}
         never = {token for token, bias in params.logit_bias.items() if bias is False}
         never.update(banned)
@@ -189,20 +192,11 @@ class Sampler:
         self._banned_early = _ids(never | ends | set(params.stop_token_ids))
         self._check_some_left()
         self._biased = np.fromiter(biases.keys(), np.int32, len(biases))
-        self._native = _native.Sampling(
-            params.temperature,
-            min(params.top_k, n_vocab),
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-            self.seed,
-            choice,
-            self._biased,
-            np.fromiter(biases.values(), np.float32, len(biases)),
-        )
+        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
+        self._choice = choice
+        self._native = self._make_native(self._biased, self._biases)
         self._ban(self._banned_early if params.min_tokens > 0 else self._banned)
+        self._looked_up: tuple[Best, _native.Sampling, npt.NDArray[np.int32]] | None = None
         self._generated = _Tally() if params.presence_penalty != 0 or params.frequency_penalty != 0 else None
         self._window = _Tally() if params.repetition_penalty != 1 and params.repeat_last_n != 0 else None
         self._recent: deque[int] = deque()  # what the window holds, oldest first
@@ -221,6 +215,22 @@ class Sampler:
         self._top_ids = np.empty(max(n_top, 1), np.int32)
         self._top_logprobs = np.empty(max(n_top, 1), np.float32)
 
+    def _make_native(self, biased: npt.NDArray[np.int32], biases: npt.NDArray[np.float32]) -> _native.Sampling:
+        params = self.params
+        return _native.Sampling(
+            params.temperature,
+            min(params.top_k, self._n_vocab),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            self.seed,
+            self._choice,
+            biased,
+            biases,
+        )
+
     def _check_some_left(self) -> None:
         early = self._banned_early if self.params.min_tokens > 0 else self._banned
         if len(early) >= self._n_vocab:
@@ -235,6 +245,7 @@ class Sampler:
 
     def accept(self, token: int) -> None:
         """Count a drawn token: it is part of the output from now on."""
+        self._looked_up = None
         self._n_generated += 1
         if self._n_generated == self.params.min_tokens:
             self._ban(self._banned)
@@ -245,7 +256,7 @@ class Sampler:
 
     def _ban(self, banned: npt.NDArray[np.int32]) -> None:
         self._native.set_banned(banned)
-        self._changed = np.concatenate([banned, self._biased])
+        self._banned_now = banned
 
     @property
     def needs_best(self) -> int:
@@ -256,40 +267,72 @@ class Sampler:
         """
         return self._needs_best
 
-    def enough(self, logits: npt.NDArray[np.float32], given: int) -> bool:
-        """Whether a row [n_vocab] that holds its ``given`` largest logits (of equal ones those of lower ids) and -inf
-        elsewhere gives the very token that the whole row would give.
+    def enough(self, best: Best) -> bool:
+        """Whether the largest logits of a row [k] give the very token that the whole row would give.
 
         What is not there comes behind all that is there, and is only lowered: it stays behind those that nothing
-        changes. (Where fewer than ``given`` are above -inf, that is the whole row.)
+        changes. (Where there are -inf, that is the whole row.) ``top_k`` must be below k, as it is below n_vocab:
+        csrc/sampler.c draws in another way where it keeps all.
         """
-        changed = [self._changed]
-        if self._window is not None:
-            changed.append(self._window.ids[: self._window.n])
-        if self._generated is not None:
-            changed.append(self._generated.ids[: self._generated.n])
-        lost = sum(int(np.count_nonzero(logits[ids] != -np.inf)) for ids in changed)
-        return 0 < self._needs_best <= given - lost
+        k = len(best.ids)
+        if not 0 < self._needs_best < k:
+            return False
+        _, changed = self._look_up(best)
+        return self._needs_best <= k - int(np.count_nonzero(best.logits[changed] != -np.inf))
 
-    def _hand_over(self) -> None:
+    def _ready(self, logits: Logits) -> tuple[_native.Sampling, npt.NDArray[np.float32]]:
+        """What csrc/sampler.c draws by, and from: for it the largest logits are a vocabulary of their own, whose ids
+        are places among them. Those rise with the ids, so ties go the same way."""
+        if isinstance(logits, Best):
+            return self._look_up(logits)[0], logits.logits
+        if logits.shape != (self._n_vocab,):
+            raise ValueError(f"logits have shape {logits.shape}, not ({self._n_vocab},)")
         # The arrays move when they grow, and their length changes with each token.
         if self._window is not None:
             self._native.set_window(self._window.ids, self._window.n)
         if self._generated is not None:
             self._native.set_generated(self._generated.ids, self._generated.counts, self._generated.n)
+        return self._native, logits
 
-    def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
-        """Draw a token; logits: contiguous float32 [n_vocab], left as they are.
+    def _look_up(self, best: Best) -> tuple[_native.Sampling, npt.NDArray[np.int32]]:
+        """Settings by places among the largest logits, and the places of what they change; kept until ``accept``."""
+        if self._looked_up is not None and self._looked_up[0] is best:
+            return self._looked_up[1:]
+        lists = [self._banned_now, self._biased]
+        if self._window is not None:
+            lists.append(self._window.ids[: self._window.n])
+        if self._generated is not None:
+            lists.append(self._generated.ids[: self._generated.n])
+        wanted = np.concatenate(lists)
+        self._room[best.ids] = np.arange(len(best.ids), dtype=np.int32)
+        places = self._room.take(wanted)  # of ids that are not there: anything
+        there = best.ids.take(places, mode="clip") == wanted
+        ends = list(accumulate(map(len, lists)))
+        spans = [slice(end - len(ids), end) for ids, end in zip(lists, ends, strict=True)]
+        found = [places[span][there[span]] for span in spans]
+        native = self._make_native(found[1], self._biases[there[spans[1]]])
+        native.set_banned(found[0])
+        if self._window is not None:
+            native.set_window(found[2], len(found[2]))
+        if self._generated is not None:
+            counts = self._generated.counts[: self._generated.n]
+            native.set_generated(found[-1], counts[there[spans[-1]]], len(found[-1]))
+        self._looked_up = best, native, places[there]
+        return self._looked_up[1:]
+
+    def sample(self, logits: Logits, position: int) -> Sampled:
+        """Draw a token; logits: contiguous float32 [n_vocab], left as they are, or the largest if they are ``enough``.
 
         position: which token of the output this is; the random number depends on seed, choice and position only.
         Raises GenerationFailed where logits are NaN or +Inf, or where no token is left.
         """
-        self._check_shape(logits)
-        self._hand_over()
+        native, row = self._ready(logits)
         status, token, logprob = _native.sample(
-            logits, self._native, position, self._workspace, self._n_top, self._top_ids, self._top_logprobs
+            row, native, position, self._workspace, self._n_top, self._top_ids, self._top_logprobs
         )
         _raise_for(status)
+        if isinstance(logits, Best):
+            token = int(logits.ids[token])
         if self._n_top < 0:
             return Sampled(token, None, None)
         n = self._n_top
@@ -297,18 +340,13 @@ class Sampler:
             token, logprob, tuple(zip(self._top_ids[:n].tolist(), self._top_logprobs[:n].tolist(), strict=True))
         )
 
-    def distribution(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    def distribution(self, logits: Logits) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """The kept ids and their probabilities (sum 1) that ``sample`` would draw from; raises like it."""
-        self._check_shape(logits)
-        self._hand_over()
-        ids, probs = np.empty(self._n_vocab, np.int32), np.empty(self._n_vocab, np.float64)
-        status, n = _native.sample_distribution(logits, self._native, self._workspace, ids, probs)
+        native, row = self._ready(logits)
+        ids, probs = np.empty(len(row), np.int32), np.empty(len(row), np.float64)
+        status, n = _native.sample_distribution(row, native, self._workspace, ids, probs)
         _raise_for(status)
-        return ids[:n], probs[:n]
-
-    def _check_shape(self, logits: npt.NDArray[np.float32]) -> None:
-        if logits.shape != (self._n_vocab,):
-            raise ValueError(f"logits have shape {logits.shape}, not ({self._n_vocab},)")
+        return logits.ids[ids[:n]] if isinstance(logits, Best) else ids[:n], probs[:n]
 
 
 def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
@@ -325,9 +363,9 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> tuple
     return float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in best)
 
 
-def check_finite(logits: npt.NDArray[np.float32]) -> float:
+def check_finite(logits: Logits) -> float:
     """The largest of raw logits [n_vocab]. Raises GenerationFailed where logits are NaN or +Inf."""
-    top = float(logits.max())  # NaN, where there is one
+    top = float((logits.logits if isinstance(logits, Best) else logits).max())  # NaN, where there is one
     if not np.isfinite(top):
         _raise_for(_native.SAMPLE_NOT_FINITE)
     return top

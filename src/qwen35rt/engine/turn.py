@@ -10,7 +10,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Float, StepReport
+from ..backends.base import Best, Float, Logits, StepReport
 from ..plan import Markup, Plan
 from ..tokenizer.base import Tokenizer
 from ..tokenizer.detok import Detokenizer
@@ -108,12 +108,12 @@ class Turn:
         """Of how many best logits of a row a draw makes do; 0: it needs all. See Sampler.needs_best."""
         return self._sampler.needs_best
 
-    def enough(self, logits: Float, given: int) -> bool:
-        """Whether the next ``draw`` may be from a row that has its ``given`` largest logits only, -inf elsewhere.
+    def enough(self, best: Best) -> bool:
+        """Whether the next ``draw`` may be from the largest logits of a row alone.
 
         A token that is forced, or is not to be drawn at all, looks no further than whether the row is sound.
         """
-        return bool(self._forced) or self.plan.budget == 0 or self._sampler.enough(logits, given)
+        return bool(self._forced) or self.plan.budget == 0 or self._sampler.enough(best)
 
     def began(self, cached: int) -> None:
         """Its first step comes; ``cached`` tokens of the prompt are in the state already."""
@@ -139,8 +139,9 @@ class Turn:
             token = self.plan.ids[at]
             self._prompt_logprobs.append(TokenLogprob(token, *logprob_of(row, token, n_top)))
 
-    def draw(self, logits: Float) -> Delta:
-        """Draw the next token from logits [n_vocab] and account for it; -> what became final with it.
+    def draw(self, logits: Logits) -> Delta:
+        """Draw the next token from logits [n_vocab], or from the largest where ``enough`` says that they are; account
+        for it; -> what became final with it.
 
         Sets ``finish_reason`` if the turn ends here; then no further step is needed (C32). Raises GenerationFailed.
         """
@@ -174,12 +175,12 @@ class Turn:
         self.finish_reason = "cancelled"
         return self._delta(self._detok.finish())
 
-    def _next_token(self, logits: Float) -> int:
+    def _next_token(self, logits: Logits) -> int:
         n_top = self.plan.params.logprobs
         if self._forced:
             token = self._forced.pop()
             check_finite(logits)
-            if n_top is not None:
+            if n_top is not None and not isinstance(logits, Best):  # see Sampler.needs_best
                 self._logprobs.append(TokenLogprob(token, *logprob_of(logits, token, n_top)))
             return token
         drawn = self._sampler.sample(logits, self._draws)

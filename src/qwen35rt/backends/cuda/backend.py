@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ...errors import BackendError, ConfigError, OutOfMemory
 from ...model.program import Program
 from ...model.weights import QTensor
-from ..base import Batch, Float, Int, Limits, StepReport, check_batch, check_number, check_state
+from ..base import Batch, Float, Int, Limits, Logits, StepReport, check_batch, check_number, check_state
 from .interface import NOTHING, Launcher
 from .lowering import PIECE, Lowered, Lowering, Pools, Step, i32, part_rows, up
 from .memory import HEADER, pack_step
@@ -119,7 +119,13 @@ class CudaExecutable:
 
     # -------------------------------------------------------------------------------------- steps
 
-    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = ()) -> tuple[Float, StepReport]: ...
+
+    @overload
+    def run(self, batch: Batch, keep: Sequence[str] = (), *, top: int) -> tuple[Logits, StepReport]: ...
+
+    def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Logits, StepReport]:
         """One step; see Executable.run. With ``keep``, or where ``top`` is too many to be found, all logits are there.
 
         Otherwise they stay on the device, and the largest come with one copy.
@@ -135,8 +141,9 @@ class CudaExecutable:
                 name: self.launcher.download(lowered.values[name][: n if gathered[name] else len(batch.tokens)]).copy()
                 for name in keep
             }
+            logits: Logits
             if some:
-                logits = self._tops[some].rows(n)
+                logits = self._tops[some].best(n)
             else:
                 logits = self.launcher.download(lowered.logits[:n], self._room(n))
         self._wanted = lowered.logits[:n]

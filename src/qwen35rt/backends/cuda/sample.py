@@ -1,4 +1,4 @@
-"""The largest logits of each row: found on the device, put into rows on the host. Knows no sampling rules."""
+"""The largest logits of each row: found on the device, put in order on the host. Knows no sampling rules."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..base import Float
+from ..base import Best
 from .interface import Launcher
 from .lowering import Go, Step, i32, up
 
@@ -19,19 +18,14 @@ TOP_MOST = TOP_PART // 2  # logits that can be found: each round must leave less
 
 
 class TopK:
-    """The k largest logits of each wanted row, 1 <= k <= TOP_MOST and k at most the columns of ``logits``.
-
-    What is on the host are whole rows that hold -inf but for the k of each: made once, then only those are changed.
-    """
+    """The k largest logits of each wanted row, 1 <= k <= TOP_MOST and k below the columns of ``logits``."""
 
     def __init__(self, launcher: Launcher, logits: Any, step: Any, k: int) -> None:
-        rows, self._width = logits.shape
-        self._launcher, self._k = launcher, k
+        rows = len(logits)
+        self._launcher = launcher
         self._pairs = launcher.empty((rows, 2, k), np.int32)  # bits of logits, columns
         self._launches = _launches(launcher, logits, step, k, self._pairs)
         self._host = launcher.host((rows, 2, k), np.int32)
-        self._rows: Float = np.zeros((0, self._width), np.float32)
-        self._filled: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # places in _rows, as if it were flat
 
     def go(self, step: Step) -> None:
         """Launch all rounds."""
@@ -39,17 +33,12 @@ class TopK:
             for go in self._launches:
                 go(step)
 
-    def rows(self, n: int) -> Float:
-        """The first n rows [n, columns] when all is done, valid until the next call."""
-        if len(self._rows) < n:
-            self._rows = np.full((n, self._width), -np.inf, np.float32)
-            self._filled = self._filled[:0]
-        found = self._launcher.download(self._pairs[:n], self._host[:n])
-        flat = self._rows.reshape(-1)
-        flat[self._filled] = -np.inf
-        self._filled = (found[:, 1] + self._width * np.arange(n)[:, None]).reshape(-1)
-        flat[self._filled] = found[:, 0].reshape(-1).view(np.float32)
-        return self._rows[:n]
+    def best(self, n: int) -> Best:
+        """Those of the first n rows, when all is done; copies."""
+        found = self._launcher.download(self._pairs[:n], self._host[:n]).view(np.uint32)
+        pairs = found[:, 1].astype(np.uint64) << 32 | found[:, 0]  # columns differ, so they alone decide the order
+        pairs.sort(axis=1)
+        return Best((pairs >> 32).astype(np.int32), pairs.astype(np.uint32).view(np.float32))
 
 
 def _launches(launcher: Launcher, logits: Any, step: Any, k: int, pairs: Any) -> Sequence[Go]:
