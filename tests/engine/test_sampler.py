@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from qwen35rt import _native
-from qwen35rt.engine.sampler import Sampler, SamplingParams, make_workspace
+from qwen35rt.engine.sampler import Sampler, SamplingParams, logprob_of, make_workspace
 from qwen35rt.errors import GenerationFailed, RequestError
 
 Row = npt.NDArray[np.float32]
@@ -343,6 +343,9 @@ def test_log_probabilities_only_where_asked_for_and_with_minus_infinity() -> Non
     assert got.top is not None
     assert [i for i, _ in got.top] == [0, 2, 1]
     assert got.top[2][1] == -math.inf
+    known, best = logprob_of(x, 2, 20)  # of a token of the prompt
+    assert known == pytest.approx(-math.log(2))
+    assert best == ((0, known), (2, known), (1, -math.inf))
 
 
 def test_logits_are_left_as_they_are(rows: list[Row]) -> None:

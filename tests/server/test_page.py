@@ -35,6 +35,18 @@ async def test_a_browser_gets_a_page_that_needs_nothing_else(make: Make) -> None
 
 
 @asynchronous
+async def test_the_page_shows_a_host_only_where_it_is_one(make: Make) -> None:
+    server = make(host="0.0.0.0", port=81, api_key=("k",))
+    for host in ("box.lan", "box_1.lan:8080", "[::1]:80", "xn--zzzz--.com", "a" * 64):
+        text = (await get(server, BROWSER, ("Host", host))).body.decode()
+        assert f"<code>http://{host}/v1</code>" in text, host
+    for host in ("", "a:b", "[::1", "<b>", "a'; true '", "a/..", "a\xe9", "a:123456"):
+        text = (await get(server, BROWSER, ("Host", host))).body.decode()
+        assert "<code>http://localhost:81/v1</code>" in text, host
+    assert (await get(server, ("Accept", "Text/HTML"))).status == 200, "types have no case"
+
+
+@asynchronous
 async def test_programs_are_told_that_there_is_nothing_yet(server: Server) -> None:
     for accept in ("*/*", "application/json", "text/html;q=0, */*", "text/*"):
         answer = await get(server, ("Accept", accept))

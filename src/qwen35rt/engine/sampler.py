@@ -350,11 +350,12 @@ class Sampler:
 
 
 def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Natural logarithm of the softmax of raw logits [n_vocab] at a token, and of the ``n_top`` best, best first.
+    """Natural logarithm of the softmax of raw logits [n_vocab] at a token, and of the ``n_top`` best, best first (all
+    of them where there are fewer).
 
     Raises GenerationFailed where logits are NaN or +Inf.
     """
-    top = check_finite(logits)
+    top, n_top = check_finite(logits), min(n_top, len(logits))
     total = top + float(np.log(np.exp(logits - top, dtype=np.float64).sum()))
     if not n_top:
         return float(logits[token]) - total, ()

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 from quart import Quart, Response, request
+from quart.wrappers.base import BaseRequestWebsocket
+from werkzeug.routing import MapAdapter
 
 from . import chat_routes, completions, health, models, page, state, text
 from .answer import Json
@@ -70,9 +72,19 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
+class _Application(Quart):
+    """Routes depend on method and path alone: a Host header that is no name cannot keep a request from its checks."""
+
+    def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
+        """What finds the route of a request."""
+        if request is None:
+            return None
+        return self.url_map.bind("localhost", request.root_path, None, request.scheme, request.method, request.path)
+
+
 def create_app(service: Service, routes: tuple[Route, ...] = ROUTES) -> Quart:
     """An application that serves ``service``; starting it starts loading the model."""
-    app = Quart(__name__, static_folder=None)
+    app = _Application(__name__, static_folder=None)
     settings = service.settings
     app.config.update(
         MAX_CONTENT_LENGTH=settings.max_body,

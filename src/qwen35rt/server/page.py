@@ -5,6 +5,7 @@ It needs no key, as a browser has none to send; whoever has none where one is ne
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from quart import Response, request
@@ -14,6 +15,7 @@ from .errors import NotBuiltYet
 from .record import Record
 from .service import Service, State
 
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)  # nothing that a shell reads
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
@@ -63,7 +65,7 @@ lists the flags, and <code>qwen35rt chat</code> is a chat in the terminal.</p>
 async def index(service: Service, record: Record) -> Response:
     """GET /. Raises NotBuiltYet where no page was asked for by its type, as by programs."""
     guard = service.guard
-    if not any(kind == "text/html" and weight > 0 for kind, weight in request.accept_mimetypes):
+    if not any(kind.lower() == "text/html" and weight > 0 for kind, weight in request.accept_mimetypes):
         guard.check_key(request.headers)
         raise NotBuiltYet("/ has nothing for programs yet; they ask /v1/chat/completions or /v1/completions")
     known = guard.has_key(request.headers)
@@ -76,8 +78,14 @@ async def index(service: Service, record: Record) -> Response:
     page = _PAGE.format(
         state=_STATES[service.state],
         model=escape(model),
-        base=escape(request.host_url.rstrip("/")),
+        base=_base(service.settings.port),
         key="-H 'Authorization: Bearer KEY' \\\n  " if guard.needs_key else "",
         rows="\n".join(f"<tr><td><code>{route}</code></td><td>{use}</td></tr>" for route, use in _ROUTES),
     )
     return Response(page, headers=_HEADERS)
+
+
+def _base(port: int) -> str:
+    """The address at which the browser found this server, as far as it is one."""
+    host = request.headers.get("Host", "")
+    return f"{request.scheme}://{host if _HOST.fullmatch(host) else f'localhost:{port}'}"
