@@ -55,10 +55,10 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
             "attention-6-3-48-sharp1-mixed",
             "attention-3-1-20-f32",
             "attention-4-2-128-several",
-            "attention-2-1-256-sharp8",
         ),
-        "kv_append attention attention_tiles_128 attention_tiles_256",
+        "kv_append attention attention_tiles_128",
     ),
+    "wide": (("attention-2-1-256-sharp8",), "attention_tiles_256"),
     "products": (
         (
             "embed-Q6_K-256",
