@@ -66,11 +66,10 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
             "linear-Q8_0-17x96-exact",
             "linear-IQ3_S-3x512-exact",
             "linear-MXFP4-5x96-exact",
-            "linear-Q4_K-513x768-exact",
-            "linear-BF16-513x768-exact",
         ),
-        "embed quantize linear_1 linear_2 linear_4 linear_8 linear_tiles_64",
+        "embed quantize linear_1 linear_2 linear_4 linear_8",
     ),
+    "tiles": (("linear-Q4_K-513x768-exact", "linear-BF16-513x768-exact"), "linear_tiles_64"),
     "large": (("--large", "linear-Q6_K-513x768-exact", "linear-BF16-513x768-exact"), "linear_tiles_128"),
     "experts": (
         (
