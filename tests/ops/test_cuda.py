@@ -59,10 +59,10 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
             "attention-6-3-48-sharp1-mixed",
             "attention-3-1-20-f32",
             "attention-4-2-128-several",
-            "attention-2-1-256-sharp8",
         ),
-        "kv_append attention attention_tiles_128 attention_tiles_256",
+        "kv_append attention attention_tiles_128",
     ),
+    "wide": (("attention-2-1-256-sharp8",), "attention_tiles_256"),
     "products": (
         (
             "embed-Q6_K-256",
@@ -70,11 +70,10 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
             "linear-Q8_0-17x96-exact",
             "linear-IQ3_S-3x512-exact",
             "linear-MXFP4-5x96-exact",
-            "linear-Q4_K-513x768-exact",
-            "linear-BF16-513x768-exact",
         ),
-        "embed quantize linear_1 linear_2 linear_4 linear_8 linear_tiles_64",
+        "embed quantize linear_1 linear_2 linear_4 linear_8",
     ),
+    "tiles": (("linear-Q4_K-513x768-exact", "linear-BF16-513x768-exact"), "linear_tiles_64"),
     "large": (("--large", "linear-Q6_K-513x768-exact", "linear-BF16-513x768-exact"), "linear_tiles_128"),
     "experts": (
         (
