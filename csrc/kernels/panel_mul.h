@@ -75,7 +75,9 @@ INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
                   [s30] "=&x"(s[3][0]), [s31] "=&x"(s[3][1]), [w0] "=&x"(w0), [w1] "=&x"(w1),      \
                   [b] "=&x"(b), [p] "=&x"(p)                                                       \
                 : [q] "r"(q), [x0] "r"(x[0].q + k), [x1] "r"(x[1].q + k), [x2] "r"(x[2].q + k),    \
-                  [x3] "r"(x[3].q + k), "m"(*(const uint8_t (*)[256 * NR]) q))
+                  [x3] "r"(x[3].q + k), "m"(*(const uint8_t (*)[8 * 4 * NR]) q), COLUMNS(0),       \
+                  COLUMNS(1), COLUMNS(2), COLUMNS(3))
+#    define COLUMNS(T) "m"(*(const int8_t (*)[8 * 4])(x[T].q + k))
 INLINE void tile_sums(const int steps, const uint8_t *q, const xrow *x, int k, __m256i s[][NV]) {
     __m256i w0, w1, b, p;
     if (steps == 8) RUN(STEPS_8);

@@ -150,7 +150,8 @@ static void conv1d_silu(const qrt_op *op, const qrt_ctx *c) {
     const qrt_batch *b = c->batch;
     const int taps = st->conv_kernel;
     // Rows are far apart in memory: long pieces of each, but one for every thread.
-    const int64_t channels = st->channels, share = (channels / c->threads / 64 + 1) * 64,
+    const int64_t channels = st->channels, lines = (channels + 63) / 64,
+                  share = (lines + c->threads - 1) / c->threads * 64,
                   width = share < QRT_CONV_BLOCK ? share : QRT_CONV_BLOCK,
                   blocks = (channels + width - 1) / width;
     float *w = (float *)(void *)c->scratch, *before = w + taps * QRT_CONV_BLOCK;
