@@ -108,6 +108,8 @@ def run(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd
     ) as child:
         _ahead.children.add(child)
+        if _ahead.ending.is_set():  # since the check above
+            child.kill()
         try:
             out, error = child.communicate(timeout=timeout)
         finally:

@@ -30,7 +30,7 @@ MIXTURE = {
     "unknown": 0.14,
     "sum": 0.20,
     "repeat": 0.36,
-    "tool": 0.26,
+    "tool": 0.36,
     "tool_answer": 0.04,
     "no_fit": 0.05,
     "missing": 0.02,
