@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from qwen35rt.config import environment
 
 from . import ahead
 from .fixtures import write_tiny
+
+
+def pytest_configure() -> None:
+    # A script's background job ignores SIGINT, and so would the programs that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
