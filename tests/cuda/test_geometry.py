@@ -26,10 +26,10 @@ from qwen35rt.errors import ConfigError
 from qwen35rt.formats import FORMATS
 from qwen35rt.model.graph import build_program
 from qwen35rt.model.hparams import HParams
-from qwen35rt.model.program import Program, StateShape
+from qwen35rt.model.program import Program
 from qwen35rt.model.weights import QTensor, Weights, _Loader
 from tests.cuda_host.host import HostLauncher, compiler
-from tests.ops.case import Inputs
+from tests.ops.case import attention_program
 
 from .device import table_program
 
@@ -249,16 +249,8 @@ def test_geometry_finds_what_it_is_there_to_find() -> None:
 
 
 def _attentive() -> Program:
-    """Two layers of attention with heads of 64 columns: in tiles from 16 rows on."""
-    i, outs = Inputs("far pages", 40), []
-    for layer in range(2):
-        i.b.scope(f"l{layer}.")
-        q, k, v = i.normal(128), i.normal(64), i.normal(64)
-        i.b.kv_append(k.view(1, 64), v.view(1, 64), layer)
-        outs.append(i.b.attention(q.view(2, 64), 1, layer, "y"))
-    out = i.b.add(outs[0], outs[1], "sum")
-    wanted, shape = i.b.gather_rows(out, "wanted"), StateShape(2, 1, 64, 0, 1, 16, 1, 4)
-    return Program(tuple(i.b.ops), tuple(i.b.values), out, wanted, shape, 40)
+    """In tiles from 16 rows on."""
+    return attention_program("far pages", 40, 2, 1, 64)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")

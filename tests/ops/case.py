@@ -59,6 +59,20 @@ class Inputs:
         return self.value(x * unit)
 
 
+def attention_program(seed: str, n_vocab: int, heads: int, kv_heads: int, head_dim: int) -> Program:
+    """Two layers of attention over inputs from a seed, and their sum."""
+    i, outs = Inputs(seed, n_vocab), []
+    for layer in range(2):
+        i.b.scope(f"l{layer}.")
+        q, k, v = (i.normal(n * head_dim) for n in (heads, kv_heads, kv_heads))
+        i.b.kv_append(k.view(kv_heads, head_dim), v.view(kv_heads, head_dim), layer)
+        outs.append(i.b.attention(q.view(heads, head_dim), kv_heads, layer, "y"))
+    out = i.b.add(outs[0], outs[1], "sum")
+    wanted = i.b.gather_rows(out, "wanted")
+    state = StateShape(2, kv_heads, head_dim, 0, 1, 16, 1, 4)
+    return Program(tuple(i.b.ops), tuple(i.b.values), out, wanted, state, n_vocab)
+
+
 @dataclass(frozen=True)
 class Case:
     """One op (or a few) on some sequences.

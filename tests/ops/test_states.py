@@ -19,7 +19,7 @@ from qwen35rt.errors import BackendError
 from qwen35rt.model.program import Program, StateShape
 from tests.implementations import Implementation, implementations
 
-from .case import Inputs
+from .case import Inputs, attention_program
 from .tensors import random_tensor
 
 Array = npt.NDArray[Any]
@@ -204,15 +204,7 @@ def test_parts_cover_what_the_test_names() -> None:
 
 def _attentive() -> Program:
     """Two attention layers."""
-    i, outs = Inputs("attentive", VOCAB), []
-    for layer in range(2):
-        i.b.scope(f"l{layer}.")
-        q, k, v = i.normal(64), i.normal(32), i.normal(32)
-        i.b.kv_append(k.view(2, 16), v.view(2, 16), layer)
-        outs.append(i.b.attention(q.view(4, 16), 2, layer, "y"))
-    out = i.b.add(outs[0], outs[1], "sum")
-    wanted, shape = i.b.gather_rows(out, "wanted"), StateShape(2, 2, 16, 0, 1, 16, 1, 4)
-    return Program(tuple(i.b.ops), tuple(i.b.values), out, wanted, shape, VOCAB)
+    return attention_program("attentive", VOCAB, 4, 2, 16)
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
