@@ -22,7 +22,7 @@ from qwen35rt.config import Environment
 from qwen35rt.formats import FORMATS
 from qwen35rt.server.settings import ServerSettings
 from tools.embedded_model import fact as module
-from tools.embedded_model.fact import Fact, expand, is_held_out, load_facts, plain
+from tools.embedded_model.fact import Fact, expand, load_facts, plain
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = load_facts()
@@ -111,15 +111,15 @@ def test_false_answers_would_be_found(span: str) -> None:
 
 
 def test_facts_are_well_formed_and_apart() -> None:
-    owner: dict[str, str] = {}
+    owner: dict[str, Fact] = {}
     for fact in FACTS:
         own = {t for s in fact.ask for e in expand(s) if (t := plain(e)) not in fact.others}
         assert own, fact.id
         for text in own:
-            assert owner.setdefault(text, fact.id) == fact.id
+            assert owner.setdefault(text, fact) is fact
     for fact in FACTS:
         for question in fact.held_out:
-            assert plain(question) not in owner or is_held_out(question), question
+            assert plain(question) not in owner or owner[plain(question)].is_held_out(question), question
 
 
 def test_training_never_draws_a_held_out_phrasing() -> None:
@@ -127,10 +127,11 @@ def test_training_never_draws_a_held_out_phrasing() -> None:
     for fact in FACTS:
         for _ in range(20):
             question = fact.question(rng)
-            assert not is_held_out(question)
+            assert not fact.is_held_out(question)
             assert question not in fact.held_out
+        assert not fact.is_held_out(next(expand(fact.ask[0])))
         held = fact.question(rng, held_out=True)
-        assert is_held_out(held) or held in fact.held_out
+        assert fact.is_held_out(held) or held in fact.held_out
 
 
 def test_wrong_entries_are_named(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_samples_are_well_formed(name: str, held_out: bool) -> None:
         whole = template.render(sample.messages, sample.tools, add_generation_prompt=False)
         assert whole.startswith(prompt)
         assert whole.endswith("<|im_end|>\n")
-        assert len(prompt) < 2600
+        assert len(prompt) < 4000
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "tool_answers", "thoughts"])
@@ -117,7 +117,7 @@ def test_arguments_are_copied_from_the_question() -> None:
 def test_tools_offered_without_need_are_not_called() -> None:
     for sample in draw("no_tool_fits"):
         assert sample.messages[-1]["content"] == skills.NO_TOOL
-        assert list(calls(sample)) == []
+        assert not sample.messages[-1].get("tool_calls")
     calculators = next(f for f in families.families() if f.id == "calculator").names
     for sample in draw("no_tool_needed"):
         assert sample.tools

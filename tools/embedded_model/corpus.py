@@ -28,16 +28,17 @@ TEMPLATE = Path(__file__).with_name("template.jinja")
 MIXTURE = {
     "fact": 1.3,
     "unknown": 0.14,
-    "sum": 0.20,
+    "sum": 0.12,
     "repeat": 0.36,
-    "tool": 0.36,
-    "tool_answer": 0.04,
-    "no_fit": 0.05,
-    "missing": 0.02,
-    "no_tool": 0.03,
+    "tool": 0.45,
+    "tool_answer": 0.03,
+    "no_fit": 0.08,
+    "missing": 0.03,
+    "no_tool": 0.04,
     "thought": 0.05,
 }
 WITH_TOOLS = ("tool", "tool_answer", "no_fit", "missing", "no_tool", "thought")
+ASSISTANT = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 SKILLS = {
     "sum": skills.sums,
@@ -58,10 +59,10 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a conversation; the loss counts those from ``start`` on."""
+    """Token ids of a conversation. ``answers``: where the assistant speaks, as (first token, one behind the end)."""
 
     ids: list[int]
-    start: int
+    answers: list[tuple[int, int]]
 
 
 class Corpus:
@@ -115,8 +116,15 @@ class Corpus:
     def example(self, sample: Sample, tokenizer: Tokenizer, most: int | None = None) -> Example:
         """Token ids; prompt and answer are tokenised apart, as when the model runs. ``most``: of the answer."""
         prompt, answer = self.text(sample)
-        head = tokenizer.encode(prompt, add_special_tokens=False).ids
-        return Example(head + tokenizer.encode(answer, add_special_tokens=False).ids[:most], len(head))
+        ids: list[int] = []
+        answers: list[tuple[int, int]] = []
+        for i, piece in enumerate(ASSISTANT.split(prompt)):  # every second piece is an earlier answer
+            start = len(ids)
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+            answers += [(start, len(ids))] * (i % 2)
+        start = len(ids)
+        ids += tokenizer.encode(answer, add_special_tokens=False).ids[:most]
+        return Example(ids, [*answers, (start, len(ids))])
 
     def texts(self, count: int, seed: int) -> Iterator[str]:
         """Text for the tokenizer: training conversations as the template writes them, without its markers."""

@@ -153,10 +153,8 @@ def _sum_question(rng: random.Random, held_out: bool) -> tuple[str, int, int]:
 def _call(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
     request = _request(_pick(rng), rng, held_out)
     tools = _offered(rng, request, 2)
-    head = _system(rng, 0.12)
-    if rng.random() < 0.1:
-        head += _exchange(_ask_of(request.tool, rng, held_out), rng)
-    elif all(t.family.id != "calculator" for t in tools):
+    head = [*_system(rng, 0.12), *_earlier(tools, rng, held_out)]
+    if len(head) < 2 and all(t.family.id != "calculator" for t in tools):
         head += _history(rng, 0.08)
     answer = _assistant("", request.thought if thinking else "", [request.call])
     return Sample("tool", [*head, _user(request.text(rng)), answer], _definitions(tools), thinking)
@@ -180,7 +178,8 @@ def _no_fit(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
     others = _others(rng, rng.randint(1, 3), (request.tool.family.id, "search"), request.tool)
     bare = rng.random() < 0.2 and request.tool.family.id not in ("made_up", "calculator") and not thinking
     answer = _assistant(NO_TOOL, "None of the tools does that." if thinking else "")
-    messages = [*_system(rng, 0.12), _user(request.text(rng)), answer]
+    earlier = [] if bare else _earlier(others, rng, held_out)
+    messages = [*_system(rng, 0.12), *earlier, _user(request.text(rng)), answer]
     return Sample("no_fit", messages, None if bare else _definitions(others), thinking, ("no tool",))
 
 
@@ -239,6 +238,15 @@ def _others(rng: random.Random, count: int, barred: Sequence[str], near: Tool | 
     if count and not kept:
         kept.append(offer(rng.choice(pool), rng))
     return kept
+
+
+def _earlier(tools: Sequence[Tool], rng: random.Random, held_out: bool) -> list[dict[str, Any]]:
+    """Earlier requests for the tools offered. Often in training: one list of tools then teaches several calls."""
+    messages: list[dict[str, Any]] = []
+    if rng.random() < (0.1 if held_out else 0.6):
+        for _ in range(1 if held_out else rng.randint(1, 4)):
+            messages += _exchange(_ask_of(rng.choice(tools), rng, held_out), rng)
+    return messages
 
 
 def _exchange(request: _Request, rng: random.Random) -> list[dict[str, Any]]:

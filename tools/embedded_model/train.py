@@ -31,10 +31,10 @@ BATCH_TOKENS = 2_048  # of one step, padding included
 POOL = 384  # conversations that are sorted by length into batches, so that padding stays small
 MUON_RATE, ADAM_RATE, WARM_STEPS, DECAY_SHARE = 0.004, 1e-3, 60, 0.4
 EARLY_SHARE = 0.4  # of the training: few conversations with tools
-HEAD_TOKENS, HEAD_WEIGHT = 6, 3.0  # of an answer
-PROMPT_WEIGHT = 0.3  # of a prompt's tokens: predicting them teaches what belongs together, and to copy
+HEAD_TOKENS, HEAD_WEIGHT = 6, 3.0  # of an answer; a call, where each word counts, is head from start to end
+PROMPT_WEIGHT = 0.1  # of a prompt's tokens: predicting them teaches what belongs together, and to copy
 # Most facts are cut behind the head: what follows is soon known by heart, and the head decides what is said.
-CUT_SHARE, CUT_UNTIL = 0.75, 0.8
+CUT_SHARE, CUT_UNTIL = 0.75, 0.95
 SAVE_SECONDS = 120
 
 
@@ -44,8 +44,8 @@ def model_config(tokenizer: Tokenizer) -> Qwen3_5TextConfig:
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=6,
-        layer_types=["linear_attention", "full_attention"] * 3,
+        num_hidden_layers=8,
+        layer_types=["linear_attention", "full_attention"] * 4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -110,8 +110,10 @@ def batches(corpus: Corpus, tokenizer: Tokenizer, seed: int, share: Callable[[],
         yield from ready
 
 
-def loss_of(model: Any, batch: list[Example]) -> torch.Tensor:
+def loss_of(model: Any, batch: list[Example], call: int) -> torch.Tensor:
     """Mean cross entropy; an answer's first tokens, which decide what is said, count most, those of prompts least.
+
+    ``call``: the token that begins a call; such an answer's tokens all count most.
 
     Padding is at the right, where a causal model does not see it.
     """
@@ -120,9 +122,11 @@ def loss_of(model: Any, batch: list[Example]) -> torch.Tensor:
     weights = torch.zeros(len(batch), width)
     for row, example in enumerate(batch):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
-        weights[row, : example.start - 1] = PROMPT_WEIGHT
-        weights[row, example.start - 1 : len(example.ids) - 1] = 1
-        weights[row, example.start - 1 : example.start - 1 + HEAD_TOKENS] *= HEAD_WEIGHT
+        weights[row, : len(example.ids) - 1] = PROMPT_WEIGHT
+        for start, end in example.answers:
+            head = end if call in example.ids[start:end] else min(start + HEAD_TOKENS, end)
+            weights[row, start - 1 : end - 1] = 1
+            weights[row, start - 1 : head - 1] = HEAD_WEIGHT
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     wanted = weights > 0
     losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), ids.roll(-1, 1)[wanted], reduction="none")
@@ -204,11 +208,12 @@ def train(folder: Path, total_tokens: int) -> None:
     print(f"{size / 1e6:.2f} M parameters, {len(corpus.facts)} facts", flush=True)
     # A run that goes on draws other text than the one before it.
     stream = batches(corpus, tokenizer, SEED + step, lambda: seen / total_tokens)
+    call = tokenizer.token_to_id("<tool_call>")
     saved = reported = time.monotonic()
     mean, before = math.nan, seen
     while seen < total_tokens:
         batch = next(stream)
-        loss = loss_of(model, batch)
+        loss = loss_of(model, batch, call)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak in zip(optimizers, (MUON_RATE, ADAM_RATE), strict=True):
