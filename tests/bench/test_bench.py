@@ -18,6 +18,7 @@ from qwen35rt.bench import command
 from qwen35rt.bench.measure import Bench, Case, bandwidth_share, deviation, int8_share, mean
 from qwen35rt.bench.table import Table
 from qwen35rt.cli import main
+from qwen35rt.config import ENGINE
 from qwen35rt.formats import FILE_TYPES
 from qwen35rt.model import source
 from qwen35rt.model.source import kv_bytes_per_token, open_source, products_per_token, weight_bytes_per_token
@@ -34,9 +35,11 @@ class Fake:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self.log: list[tuple[Any, ...]] = []
+        self.tops: set[int] = set()
 
     def run(self, batch: Batch, keep: Sequence[str] = (), top: int = 0) -> tuple[Float, StepReport]:
         self.log.append(("run", int(batch.starts[0]), len(batch.tokens)))
+        self.tops.add(top)
         assert batch.pages.shape[1] * self.limits.page_tokens >= batch.starts[0] + len(batch.tokens)
         return np.zeros((1, 8), np.float32), StepReport({self.device: 3}, 0.0, len(batch.tokens), {"linear": 0.5})
 
@@ -99,6 +102,7 @@ def test_decode_is_single_steps() -> None:
     assert result.case.name == "tg3"
     assert result.on_gpu is True
     assert result.rates == [3 / result.seconds[0]]
+    assert fake.tops == {ENGINE.top_k_on_device}  # as the engine asks, so that no row of all logits leaves a GPU
 
 
 def test_mean_and_deviation() -> None:

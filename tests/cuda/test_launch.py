@@ -16,11 +16,14 @@ from qwen35rt.backends.base import Batch, Limits
 from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.cuda.interface import NOTHING
 from qwen35rt.errors import BackendError, KernelCompileError, OutOfMemory
+from qwen35rt.model.program import StateShape
 from qwen35rt.model.source import open_source
 from tests.cuda_host import cupy_host
 from tests.cuda_host.cupy_host import Machine, launch_module
 from tests.cuda_host.host import HostLauncher, compiler
 from tests.engine.rig import check_best
+
+from .device import table_executable
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
 
@@ -124,6 +127,40 @@ def test_the_host_may_change_what_it_sent(machine: Machine, module: Any) -> None
         with launcher.activate():
             launcher.upload(launcher.empty((2,), np.int32), np.zeros(2, np.int32))
         assert machine.synchronized == waits
+
+
+# ------------------------------------------------------------------------------------------ several devices
+
+
+def _use(exe: Any) -> None:
+    """Everything that an executable of table_program is asked for."""
+    pages = np.arange(5, dtype=np.int32)
+    for n in range(3):  # launches one by one, then a graph
+        assert exe.run(Batch.single([n], n, pages))[0][0, 0] == 32 * n
+    check_best(exe.run(Batch.single([2], 3, pages), top=2)[0], exe.full_logits(0)[None], 2)
+    exe.copy_slot(0, 1)
+    exe.copy_page(0, 1)
+    exe.write_slot(1, *exe.read_slot(0))
+
+
+def test_the_device_of_the_launcher_is_current_in_all_that_is_done(machine: Machine, module: Any) -> None:
+    """Another one is that of the thread, before and behind; memory is given back with its own current, too."""
+    machine.devices = 2
+    exe = table_executable(module.CupyLauncher(1), StateShape(1, 2, 16, 2, 4, 16, 24, 4))
+    _use(exe)
+    assert machine.used > 0
+    exe.close()
+    assert (machine.used, machine.busy, machine.device) == (0, {1}, 0)
+
+
+def test_a_device_that_is_lost_keeps_no_memory_alive(machine: Machine, launcher: Any) -> None:
+    """Closing raises nothing, as it is what follows a fault."""
+    exe = table_executable(launcher)
+    machine.fails["device"] = cupy_host.CUDARuntimeError(700)
+    exe.close()
+    assert machine.used == 0
+    assert not machine.fails
+    exe.close()
 
 
 # ------------------------------------------------------------------------------------------ graphs

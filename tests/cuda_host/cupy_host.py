@@ -66,8 +66,9 @@ class CompileException(Exception):
 
 @dataclass
 class Machine:
-    """One device, and what was done with it."""
+    """Its devices, and what was done with them."""
 
+    devices: int = 1
     order: int = 0  # of threads and blocks: see cuda_host.h
     capability: tuple[int, int] = (9, 0)
     reads_host: int = 0
@@ -80,6 +81,7 @@ class Machine:
     synchronized: int = 0
     compiled: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     streams: set[int] = field(default_factory=set)  # on which anything was done
+    busy: set[int] = field(default_factory=set)  # devices that were current when anything was done or freed
     fails: dict[str, Exception] = field(default_factory=dict)  # by what is done: to be raised once
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Machine:
     def do(self, what: str) -> None:
         """Anything on the current stream. While this thread captures, launches alone, and on that stream."""
         self.streams.add(self.stream)
+        self.busy.add(self.device)
         if self.is_captured and (what != "launch" or self.captured != (self.stream, threading.get_ident())):
             self.spoilt = True
             raise CUDARuntimeError(900)  # not permitted while a stream is captured
@@ -115,6 +118,12 @@ class Machine:
     def stream(self) -> int:
         return self.stack[-1]
 
+    @property
+    def device(self) -> int:
+        """The current device of this thread."""
+        number: int = self.current.__dict__.get("device", 0)
+        return number
+
     def allocated(self, array: ndarray) -> None:
         """Count an array's bytes while it lives."""
         self.used += array.nbytes
@@ -122,6 +131,7 @@ class Machine:
 
     def _freed(self, nbytes: int) -> None:
         self.used -= nbytes
+        self.busy.add(self.device)
 
 
 class ndarray(np.ndarray[Any, Any]):  # named as in CuPy
@@ -165,8 +175,11 @@ class Stream:
 
     def __init__(self, machine: Machine, null: bool = False, non_blocking: bool = False) -> None:
         self.machine, self.non_blocking, self.ptr = machine, non_blocking, id(self)
+        self.device = machine.device
 
     def __enter__(self) -> Stream:
+        if self.device != self.machine.device:
+            raise RuntimeError("The device that the stream is created on does not match with the current device")
         self.machine.stack.append(self.ptr)
         return self
 
@@ -213,12 +226,21 @@ class Device:
     """A device as a context."""
 
     def __init__(self, machine: Machine, number: int = 0) -> None:
+        self.machine, self.number, self.before = machine, number, threading.local()
         self.attributes = {"PageableMemoryAccessUsesHostPageTables": machine.reads_host, "MultiProcessorCount": 1}
 
     def __enter__(self) -> Device:
+        self.before.__dict__.setdefault("stack", []).append(self.machine.device)
+        self._use(self.number)
         return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self._use(self.before.stack.pop())
+
+    def _use(self, number: int) -> None:
+        if "device" in self.machine.fails:
+            raise self.machine.fails.pop("device")
+        self.machine.current.device = number
 
 
 class RawModule:
@@ -341,7 +363,7 @@ def make_cupy(machine: Machine) -> Any:
             runtime=SimpleNamespace(
                 CUDARuntimeError=CUDARuntimeError,
                 getDeviceProperties=properties,
-                getDeviceCount=lambda: 1,
+                getDeviceCount=lambda: machine.devices,
                 memGetInfo=lambda: ((1 << 30) - machine.used - machine.kept, 1 << 30),
             ),
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),

@@ -64,6 +64,9 @@ def weight_cases() -> Iterator[Case]:
                         lengths=(23,),
                         chunks=STEPS,
                     )
+        # More rows in a step than a tile of a device has, and weight rows and columns that fill none.
+        tiled = partial(_linear, fmt=f.name, rows=70, cols=3 * block, exact=True)
+        yield Case("linear", f"{f.name}-70x{3 * block}-tiles", tiled, lengths=(70,), chunks=((67, 3),))
         for reduce in (False, True):
             for rows, times, used in ((5, 1, 2), (17, 3, 3), (3, 2, 1)):
                 for exact in (True, False):
@@ -240,6 +243,9 @@ def state_cases() -> Iterator[Case]:
         yield from _cuts(Case("attention", f"{n}-{kv}-{dim}-f32", build, 1e-11, state=shape, kv_dtype="f32"))
     long = partial(_attention, n=8, kv=2, dim=64, sharp=3.0)
     yield Case("attention", "long", long, 1e-9, (600, 5), ((257, 1, 342), (1,)), StateShape(1, 2, 64, 0, 1, 16, 1, 4))
+    build = partial(_attention, n=2, kv=1, dim=32, sharp=3.0, kept=np.float32)
+    shape = StateShape(1, 1, 32, 0, 1, 16, 1, 4)  # decode behind more keys than a piece has
+    yield Case("attention", "long-f32", build, 1e-11, (140, 3), ((137, 1), (1,)), shape, kv_dtype="f32")
     # Steps of 16 rows and more, that begin and that go on; heads in threes, so that rows are cut between blocks.
     for n, kv, dim in ((3, 1, 64), (4, 2, 128)):
         shape = StateShape(1, kv, dim, 0, 1, 16, 1, 4)
@@ -261,6 +267,8 @@ def state_cases() -> Iterator[Case]:
         ):
             build = partial(_delta, nk=nk, nv=nv, d=d, bias=bias, repeat=repeat)
             yield from _cuts(Case("delta_net", f"{nk}-{nv}-{d}-{label}", build, 1e-9, state=shape))
+    wide = partial(_delta, nk=2, nv=2, d=160, bias=0, repeat=False)
+    yield from _cuts(Case("delta_net", "2-2-160-wide", wide, 1e-9, state=StateShape(0, 1, 16, 1, 2, 160, 1, 4)))
     for n in (63, 64, 65, 127, 128, 129, 200):
         build = partial(_delta, nk=2, nv=4, d=32, bias=0, repeat=False)
         yield Case("delta_net", f"T{n}", build, 1e-9, (n, 1), ((n,), (1,)), StateShape(0, 1, 16, 1, 4, 32, 1, 4))

@@ -39,8 +39,8 @@ from .tensors import plain_tensor, random_tensor
 CASES = all_cases()
 PRODUCTS, OTHERS = 24, 4  # of them every so-many-th runs by default, and the first of each op
 SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-3-1-64-several")
-# group -> cases, and kernels that must be among those that they run: each kernel but those of cuda/sample.cu and of
-# heads that no model has is in one group. ``--large``: products in tiles of 128.
+# group -> cases, and kernels that must be among those that they run: each kernel but those of cuda/sample.cu is in one
+# group. ``--large``: products in tiles of 128.
 SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
     "some": (SANITIZED_OFTEN, "copy_items attention_tiles_64 embed linear_8"),
     "delta": (
@@ -59,10 +59,12 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
             "attention-6-3-48-sharp1-mixed",
             "attention-3-1-20-f32",
             "attention-4-2-128-several",
+            "attention-long-f32",
         ),
-        "kv_append attention attention_tiles_128",
+        "kv_append attention attention_merge attention_tiles_128",
     ),
     "wide": (("attention-2-1-256-sharp8",), "attention_tiles_256"),
+    "delta-wide": (("delta_net-2-2-160-wide",), "delta_net_32 delta_prepare delta_walk"),
     "products": (
         (
             "embed-Q6_K-256",
@@ -100,7 +102,7 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
         "rope rms_norm gated_rms_norm l2_norm sigmoid_mul silu_mul add delta_gates gather_rows moe_route",
     ),
 }
-NOT_SANITIZED = {"top_k", "top_k_parts", "top_k_join", "attention_merge", "delta_net_32"}
+NOT_SANITIZED = {"top_k", "top_k_parts", "top_k_join"}
 FOLDER = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")

@@ -1,4 +1,5 @@
-"""Runs one benchmark test on an executable: prefill or decode at a depth. Prints nothing."""
+"""Runs one benchmark test on an executable: prefill or decode at a depth, steps as the engine asks for them. Prints
+nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Batch, Executable, StepReport
+from ..config import ENGINE
 from ..model.source import Source, kv_bytes_per_token, products_per_token, weight_bytes_per_token
 
 
@@ -100,7 +102,7 @@ class Bench:
             piece = ids[at : at + rows]
             end = start + at + len(piece)
             pages = self.pages[: -(-end // self.executable.limits.page_tokens)]
-            reports.append(self.executable.run(Batch.single(piece, start + at, pages))[1])
+            reports.append(self.executable.run(Batch.single(piece, start + at, pages), top=ENGINE.top_k_on_device)[1])
         return reports
 
 

@@ -296,7 +296,15 @@ class CudaExecutable:
             self.launcher.upload(self._pools.conv[slot], np.ascontiguousarray(conv, np.float32))
 
     def close(self) -> None:
-        """Release weights, pools, graphs and workspace."""
+        """Release weights, pools, graphs and workspace while the device is current; what a lost one had, too."""
+        try:
+            with self.launcher.activate():
+                self._release()
+        except BackendError as e:
+            log.warning("a device that failed was left: %s", e)
+            self._release()
+
+    def _release(self) -> None:
         self._graphs.clear()
         self._tops.clear()
         self._lowered.clear()
