@@ -1,9 +1,10 @@
 """Checks a GPU in under six minutes and measures it: ``python benchmarks/gpu_check.py``, or gpu_check.sh, which finds a
 Python with CuPy. ``--dry-run`` does the same in emulation on tiny files.
 
-Each phase is a process with a time limit (gpu_phases.py). What it finds is printed and appended to a CSV file at once,
-so that it stays when a phase fails, hangs or is killed. Files of the real shapes are made meanwhile from a seed. A
-table comes last, also when this program is told to end. Needs no network.
+Each phase is a process with a time limit (gpu_phases.py): its share of what is left, so that all of them together end
+in time even where each is stopped, and what one does not need goes to those behind it. What it finds is printed and
+appended to a CSV file at once, so that it stays when a phase fails, hangs or is killed. Files of the real shapes are
+made meanwhile from a seed. A table comes last, also when this program is told to end. Needs no network.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = (
@@ -56,22 +58,33 @@ GOALS: dict[tuple[str, str], tuple[str, float, bool]] = {
 }
 
 
+SECONDS = 345  # for all together: the rest of six minutes is for the shell and the table
+END_SECONDS = 3.0  # kept for ending a phase that is stopped
+LEAST_SECONDS = 5.0  # with less a phase is left out
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A phase: its name in tables, that in gpu_phases.py, the size of its file, most seconds it may take."""
+    """A phase: its name in tables, that in gpu_phases.py, the size of its file, its share of the time: seconds, where
+    there are SECONDS and three files."""
 
     name: str
     go: str
     size: str = ""
-    seconds: float = 40
+    share: float = 40
 
 
 def plans(sizes: list[str], dry: bool) -> list[Plan]:
-    """What is done, in order; what matters most comes first."""
-    checks = [Plan("device", "device", "", 60), Plan("ops", "ops", "", 60)]
-    checks += [Plan("checks", "checks", "dry" if dry else "", 40), Plan("peaks", "peaks", "", 25)]
-    speeds = [Plan(size, "speed", size, 75) for size in sizes]
-    return [*checks, *speeds, Plan("tests", "tests", "", 120)]
+    """What is done, in order; what tells most comes first."""
+    checks = [Plan("device", "device", "", 50), Plan("ops", "ops", "", 45), Plan("oracle", "oracle", "", 35)]
+    checks += [Plan("checks", "checks", "dry" if dry else "", 30), Plan("peaks", "peaks", "", 20)]
+    speeds = [Plan(size, "speed", size, 45) for size in sizes]
+    return [*checks, *speeds, Plan("tests", "tests", "", 30)]
+
+
+def limit_of(todo: list[Plan], left: float) -> float:
+    """Seconds that the first of ``todo`` may take of the seconds that are left."""
+    return (left - END_SECONDS * len(todo)) * todo[0].share / sum(plan.share for plan in todo)
 
 
 class Results:
@@ -100,7 +113,7 @@ class Results:
             peak = self.peaks.get(prefix + more["share_of"]) if "share_of" in more else None
             if peak:
                 row[column] = more["share"] / peak
-        row["status"] = "ok" if more.get("ok", True) else "failed"
+        row["status"] = "cut" if more.get("cut") else "ok" if more.get("ok", True) else "failed"
         self._judge(phase, row)
         self.rows.append(row)
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "machine": self.machine, "commit": self.commit}
@@ -134,7 +147,7 @@ class Results:
 
     @property
     def failed(self) -> list[str]:
-        """Tests that failed."""
+        """Tests that failed, or found no time."""
         return [f"{r['phase']}: {r['test']}" for r in self.rows if r["status"] not in ("ok", "missed")]
 
 
@@ -182,9 +195,12 @@ class Files:
             self.running[size] = subprocess.Popen(command, stdout=self.log, stderr=self.log)
 
     def path(self, size: str, seconds: float) -> Path:
-        """A file, when it is there. Raises RuntimeError or subprocess.TimeoutExpired."""
-        if self.running[size].wait(max(seconds, 0.1)):
-            raise RuntimeError(f"the file of {size} could not be made; see the log")
+        """A file, when it is there. Raises RuntimeError, TimeoutError."""
+        try:
+            if self.running[size].wait(max(seconds, 0.1)):
+                raise RuntimeError(f"the file of {size} could not be made; see the log")
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the file of {size} was not ready") from None
         return self.folder / f"{size}-{self.kind}.gguf"
 
     def stop(self) -> None:
@@ -196,54 +212,68 @@ class Files:
 
 
 def run_phase(plan: Plan, options: dict[str, Any], seconds: float, results: Results, log: Any) -> None:
-    """Run a phase and keep what it finds, until it ends or its time is up."""
-    command = [sys.executable, str(HERE / "gpu_phases.py"), plan.go, json.dumps(options)]
+    """Run a phase and keep what it finds, until it ends or its time is up. It is told to end a little before."""
+    told = json.dumps({**options, "seconds": seconds - END_SECONDS})
+    command = [sys.executable, str(HERE / "gpu_phases.py"), plan.go, told]
     began = time.monotonic()
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
-        queue: Queue[str | None] = Queue()
-        errors: list[str] = []
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    queue: Queue[str | None] = Queue()
+    errors: list[str] = []
 
-        def read_results() -> None:
-            for line in process.stdout or ():
+    def read_results(pipe: IO[str]) -> None:
+        with pipe:
+            for line in pipe:
                 if line.startswith("{"):
                     queue.put(line)
                 else:
                     log.write(line)
-            queue.put(None)
+        queue.put(None)
 
-        def read_errors() -> None:
-            for line in process.stderr or ():
+    def read_errors(pipe: IO[str]) -> None:
+        with pipe:
+            for line in pipe:
                 log.write(line)
                 errors.append(line.strip())
 
-        readers = [threading.Thread(target=read, daemon=True) for read in (read_results, read_errors)]
-        for reader in readers:
-            reader.start()
-        late = False
-        try:
-            for line in lines_until(queue, began + seconds):
-                try:
-                    found = json.loads(line)
-                    results.add(plan.name, found.pop("test"), found.pop("value"), found.pop("unit", ""), **found)
-                except (ValueError, LookupError, TypeError):  # half of a line: the process died meanwhile
-                    log.write(line)
-            process.wait(max(began + seconds - time.monotonic(), 0.1))
-        except (Empty, subprocess.TimeoutExpired):
-            late = True
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a process that waits for a device takes no other signal
-            for reader in readers:
-                reader.join(5)
+    readers = [
+        threading.Thread(target=read, args=(pipe,), daemon=True)
+        for read, pipe in ((read_results, process.stdout), (read_errors, process.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    late = False
+    try:
+        for line in lines_until(queue, began + seconds):
+            try:
+                found = json.loads(line)
+                results.add(plan.name, found.pop("test"), found.pop("value"), found.pop("unit", ""), **found)
+            except (ValueError, LookupError, TypeError):  # half of a line: the process died meanwhile
+                log.write(line)
+        process.wait(max(began + seconds - time.monotonic(), 0.1))
+    except (Empty, subprocess.TimeoutExpired):
+        late = True
+    finally:
+        _end(process, readers)
     taken = time.monotonic() - began
     if late:
-        results.add(plan.name, "phase", f"stopped after {taken:.0f}", "s", ok=False, detail="its time was up")
+        results.add(plan.name, "phase", f"stopped after {taken:.0f}", "s", cut=True, detail="its time was up")
     elif process.returncode:
         detail = next((text for text in reversed(errors) if text), "no error was written")
         results.add(plan.name, "phase", f"ended by {process.returncode}", ok=False, detail=detail[:400])
     else:
-        results.add(plan.name, "phase", taken, "s")
+        results.add(plan.name, "phase", taken, "s", detail=f"of {seconds:.0f} s")
+
+
+def _end(process: subprocess.Popen[str], readers: list[threading.Thread]) -> None:
+    """Kill a phase that still runs, with what it started: one that waits for a device takes no other signal, and may
+    take none at all, which nobody waits for."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS / 2)
+    for reader in readers:
+        reader.join(END_SECONDS / 6)
 
 
 def lines_until(queue: Queue[str | None], end: float) -> Iterator[str]:
@@ -268,7 +298,7 @@ def main() -> int:
     parser.add_argument("--size", action="append", choices=GB_OF_SIZE, help="default: 0.8b, 4b and 9b")
     parser.add_argument("--type", default="Q4_K_M", help="of the files, as in make_files.py")
     parser.add_argument("--only", action="append", metavar="PHASE", help="this phase alone; can be repeated")
-    parser.add_argument("--seconds", type=float, default=345, help="for all together")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all together")
     parser.add_argument("--files", type=Path, metavar="FOLDER", help="keep files here, and use those that are here")
     parser.add_argument("--emulation", type=Path, metavar="FOLDER", help="of compiled kernels, for --dry-run")
     args = parser.parse_args()
@@ -285,20 +315,20 @@ def main() -> int:
         emulate = str(args.emulation or own) if args.dry_run else ""
         try:
             files.start()
-            for plan in todo:
-                left = args.seconds - (time.monotonic() - began)
-                if left < 5:
-                    results.add(plan.name, "phase", "left out", ok=False, detail="no time was left")
-                    continue
+            for number, plan in enumerate(todo):
+                left = began + args.seconds - time.monotonic()
+                # Emulation says nothing of time.
+                end = time.monotonic() + (left if args.dry_run else limit_of(todo[number:], left))
                 try:
-                    path = str(files.path(plan.size, min(left, 60))) if plan.size else None
-                except (RuntimeError, subprocess.TimeoutExpired) as e:
-                    results.add(plan.name, "phase", "left out", ok=False, detail=str(e))
+                    path = str(files.path(plan.size, end - time.monotonic() - LEAST_SECONDS)) if plan.size else None
+                except (RuntimeError, TimeoutError) as e:
+                    cut = isinstance(e, TimeoutError)
+                    results.add(plan.name, "phase", "left out", ok=False, cut=cut, detail=str(e))
                     continue
-                left = args.seconds - (time.monotonic() - began)
-                options = {"path": path, "emulate": emulate}
-                limit = left if args.dry_run else min(plan.seconds, left)  # emulation says nothing of time
-                run_phase(plan, options, limit, results, log)
+                if end - time.monotonic() < LEAST_SECONDS:
+                    results.add(plan.name, "phase", "left out", cut=True, detail="no time was left")
+                    continue
+                run_phase(plan, {"path": path, "emulate": emulate}, end - time.monotonic(), results, log)
         finally:
             files.stop()
             if not args.files:

@@ -12,6 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 extra=$(mktemp -d)
 trap 'rm -rf "$extra"' EXIT
 export PYTHONPATH="$extra:$root/src${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+[ -n "${QWEN35RT_ORACLE:-}" ] || [ ! -d "$root/shared/oracle" ] || export QWEN35RT_ORACLE="$root/shared/oracle"
 # CuPy keeps compiled modules at home; where it cannot, each phase would compile all of them.
 [ -w "${HOME:-/nowhere}" ] || export CUPY_CACHE_DIR="$extra/kernels"
 

@@ -1,7 +1,8 @@
 """One phase of gpu_check.py in a process of its own: ``gpu_phases.py PHASE OPTIONS-AS-JSON``.
 
 Each result is one line of JSON on standard output, written as soon as it is known. A phase that dies takes nothing with
-it. With ``emulate`` (a folder for compiled kernels) everything runs in emulation on tiny files.
+it; one whose time is up (``seconds`` of the options) says what it left out. With ``emulate`` (a folder for compiled
+kernels) everything runs in emulation on tiny files.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,43 +26,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from gpu_runs import EMULATED, TOP, Runs, Sizes, greedy_gap, host_backend, row, singles  # noqa: E402
+
 from qwen35rt.backends.base import Batch, Limits  # noqa: E402
 from qwen35rt.backends.cuda import open_cuda, source  # noqa: E402
 from qwen35rt.backends.cuda.backend import CudaBackend, CudaExecutable  # noqa: E402
-from qwen35rt.config import ENGINE  # noqa: E402
+from qwen35rt.backends.fusion import PRODUCTS  # noqa: E402
 from qwen35rt.model import source as model  # noqa: E402
 from qwen35rt.self_test import BOUND, self_test  # noqa: E402
 
 # Operations a clock and multiprocessor of dense int8 products on tensor cores, by compute capability.
 INT8_RATE = {(7, 5): 2048, (8, 0): 4096, (8, 6): 2048, (8, 9): 2048, (9, 0): 8192, (10, 0): 16384, (12, 0): 2048}
-TOP = ENGINE.top_k_on_device  # logits that steps ask for
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much a phase does: on a device, or in emulation."""
-
-    formats: tuple[str, ...] = ("Q4_K", "Q6_K", "Q8_0", "F32", "BF16")
-    seconds_of_ops: float = 40
-    peak_bytes: int = 4 << 30
-    peak_rounds: int = 4096
-    repeats: int = 3
-    step_rows: tuple[int, ...] = (512, 2048)  # rows of one step of a prefill
-    prompts: tuple[int, ...] = (512, 4096, 32768)
-    first_token: int = 2000
-    sequences: tuple[int, ...] = (1, 8, 32)
-    depth: int = 129  # tokens before decode: one graph then serves the next 127
-    steps: int = 64
-    greedy: int = 200
-    compared: int = 21  # rows whose logits are compared: from 16 on tensor cores take part
-
-
-EMULATED = Sizes(("Q4_K", "F32"), 0.1, 1 << 14, 2, 1, (2, 3), (3,), 2, (1, 2), 2, 1, 2, 4)
-
-
-def row(test: str, value: float | str, unit: str = "", ok: bool = True, **more: Any) -> None:
-    """One result."""
-    print(json.dumps({"test": test, "value": value, "unit": unit, "ok": ok, **more}), flush=True)
 
 
 class Phase:
@@ -70,6 +44,7 @@ class Phase:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
+        self.end: float = time.monotonic() + options["seconds"]
         self.sizes = EMULATED if options["emulate"] else Sizes()
         if options["emulate"]:
             from tests.cuda_host import cupy_host, host
@@ -79,6 +54,17 @@ class Phase:
         else:
             self.backend = open_cuda()
         self.launcher: Any = self.backend.launcher
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.end - time.monotonic()
+
+    def has_time(self, test: str, seconds: float = 3) -> bool:
+        """Whether a test that may take so long can begin. A result says if not."""
+        there = self.left() >= seconds
+        if not there:
+            row(test, "left out", cut=True, detail="no time was left")
+        return there
 
     # ------------------------------------------------------------------------------------ checks
 
@@ -113,21 +99,23 @@ class Phase:
         from tests.ops.case import check_outcome, run_case
         from tests.ops.cases import all_cases
 
-        rank: dict[str, int] = {}
+        rank: dict[tuple[str, str], int] = {}
         cases = []
         for case in all_cases():
-            rank[case.op] = rank.get(case.op, 0) + 1
-            cases.append((rank[case.op], case))
-        cases.sort(key=lambda item: item[0])
-        began, passed, failed = time.perf_counter(), 0, []
-        for _, case in cases:
+            name = case.label.partition("-")[0] if case.op in ("embed", *PRODUCTS) else ""  # of the format
+            at = rank[case.op, name] = rank.get((case.op, name), 0) + 1
+            cases.append((name not in ("", *self.sizes.formats), at, case))  # to be compiled yet: last
+        cases.sort(key=lambda item: item[:2])
+        passed, failed = 0, []
+        end = time.monotonic() + min(self.sizes.seconds_of_ops, self.left())
+        for *_, case in cases:
             try:
                 check_outcome(case, run_case(case, self.backend))
                 passed += 1
             except AssertionError as e:
                 failed.append(str(e))
                 row("op case", case.id, ok=False, detail=str(e)[:300])
-            if time.perf_counter() - began > self.sizes.seconds_of_ops:
+            if time.monotonic() > end:
                 break
         row("op cases passed", passed, f"of {passed + len(failed)}", ok=not failed, detail=f"{len(cases)} in all")
 
@@ -139,32 +127,49 @@ class Phase:
         prompt = np.random.default_rng(5).integers(0, min(program.n_vocab, 500), self.sizes.compared)
         eager = CudaBackend(self.launcher, graphs=False).compile(program, limits)
         graphs = self.backend.compile(program, limits)
-        rows = [[exe.run(b)[0].copy() for b in _singles(prompt, len(prompt) - 3, pages)] for exe in (eager, graphs)]
+        rows = [[exe.run(b)[0].copy() for b in singles(prompt, len(prompt) - 3, pages)] for exe in (eager, graphs)]
         same = all(np.array_equal(a, b) for a, b in zip(*rows, strict=True))
         row("graphs against launches one by one", "equal bits" if same else "different", ok=same)
         batch = Batch.single(prompt, 0, pages, out_rows=range(len(prompt)))
         logits = graphs.run(batch)[0].copy()
+        best: Any
         best, report = graphs.run(batch, top=TOP)
         ids = np.sort(np.argsort(-logits, 1, kind="stable")[:, :TOP])
-        right = report.on_gpu and np.array_equal([best.ids, best.logits], [ids, np.take_along_axis(logits, ids, 1)])
+        right = report.on_gpu and np.array_equal(best.ids, ids)
+        right = right and np.array_equal(best.logits, np.take_along_axis(logits, ids, 1))
         row("largest logits found on the device", "right" if right else "wrong", ok=right)
-        other, name = _host_backend()
-        worst = _greedy_gap(graphs, other.compile(program, limits), prompt, pages, self.sizes.greedy)
+        other, name = host_backend()
+        worst = greedy_gap(graphs, other.compile(program, limits), prompt, pages, self.sizes.greedy)
         row(f"{self.sizes.greedy} greedy tokens against {name}: gap where they part", worst, "logits", ok=worst < 0.05)
         for exe in (eager, graphs):
             exe.close()
 
+    def oracle(self) -> None:
+        """Logits and greedy text of the oracle's files, where they are."""
+        from tests.oracle import MODELS
+
+        if MODELS.is_dir() or self.options["emulate"]:
+            self._run_tests("oracle")
+        else:
+            row("tests", "left out", detail="there is no oracle data here (QWEN35RT_ORACLE)")
+
     def tests(self) -> None:
-        """The tests that need a GPU, but for the op cases (``pytest -m gpu`` runs them); in emulation quick ones."""
+        """The tests that need a GPU, but for the op cases (``pytest -m gpu`` runs them) and the oracle's files."""
+        self._run_tests("not test_op and not oracle")
+
+    def _run_tests(self, names: str) -> None:
+        """Run pytest until the time is up; in emulation on quick tests, whatever is asked for."""
         if not (find_spec("pytest") and find_spec("gguf")):
             row("tests", "left out", detail="they need pytest and gguf")
             return
-        chosen = ["tests/cuda/test_gpu.py", "-m", "gpu", "-k", "not test_op"]
+        chosen = ["tests/cuda/test_gpu.py", "-m", "gpu", "-k", names]
         chosen = ["tests/cuda/test_source.py"] if self.options["emulate"] else chosen
         command = [sys.executable, "-m", "pytest", *chosen, "-v", "--tb=short", "--no-header"]
         command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(ROOT)]  # settings name plugins
         counts = dict.fromkeys(("PASSED", "FAILED", "ERROR", "SKIPPED"), 0)
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+            ending = threading.Timer(max(self.left(), 0.1), run.kill)
+            ending.start()
             for line in run.stdout or ():
                 print(line, end="", file=sys.stderr)
                 found = re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", line)
@@ -172,9 +177,12 @@ class Phase:
                     counts[found[2]] += 1
                     if found[2] in ("FAILED", "ERROR"):
                         row(found[1].rpartition("::")[2], found[2].lower(), ok=False)
-        failed = counts["FAILED"] + counts["ERROR"] or not counts["PASSED"]
+            ending.cancel()
+        cut = run.wait() < 0
+        failed = counts["FAILED"] + counts["ERROR"] or not (counts["PASSED"] or cut)
         detail = f"{counts['SKIPPED']} skipped" if counts["PASSED"] else "pytest did not run; see the log"
-        row("tests passed", counts["PASSED"], f"of {sum(counts.values())}", ok=not failed, detail=detail)
+        detail = f"its time was up; {counts['SKIPPED']} skipped" if cut else detail
+        row("tests passed", counts["PASSED"], f"of {sum(counts.values())}", ok=not failed, cut=cut, detail=detail)
 
     # ------------------------------------------------------------------------------------ peaks
 
@@ -233,11 +241,13 @@ class Phase:
         self._against_cpu(found.program, exe)
         weights, state = model.weight_bytes_per_token(found.program), found.program.state
         for sequences in sizes.sequences:
+            if not self.has_time(name := f"decode, {sequences} sequence{'s' if sequences > 1 else ''}"):
+                continue
             rate = runs.decode(sequences)
             steps = rate / sequences
             kept = sequences * (2 * state.state_bytes() + model.kv_bytes_per_token(found.program, sizes.depth))
             row(
-                f"decode, {sequences} sequence{'s' if sequences > 1 else ''}",
+                name,
                 rate,
                 "tokens/s",
                 share_of="read",
@@ -247,9 +257,9 @@ class Phase:
             row(f"the same, steps on the device alone ({sequences})", 1e3 * runs.device_step(), "ms")
         long = [prompt for prompt in sizes.prompts if prompt > 10_000]
         self._prefills(found.program, runs, [prompt for prompt in sizes.prompts if prompt not in long])
-        first = runs.prefill(sizes.first_token, sizes.step_rows[0], sizes.repeats)
-        row(f"first token of {sizes.first_token}", 1e3 * first, "ms")
-        for name, op_seconds in runs.profiles():
+        if self.has_time(name := f"first token of {sizes.first_token}"):
+            row(name, 1e3 * runs.prefill(sizes.first_token, sizes.step_rows[0], sizes.repeats), "ms")
+        for name, op_seconds in runs.profiles() if self.has_time("time by kind of op") else ():
             total = sum(op_seconds.values())
             for kind, seconds in sorted(op_seconds.items(), key=lambda item: -item[1])[:8]:
                 row(f"{name}: {kind}", 1e3 * seconds, "ms", detail=f"{seconds / total:.0%} (waiting behind each op)")
@@ -261,13 +271,15 @@ class Phase:
         per_row, wanted = model.products_per_token(program)
         usual, longer = self.sizes.step_rows
         for prompt, rows in [*((p, usual) for p in prompts), *((p, longer) for p in prompts[-1:] if p <= 10_000)]:
+            if not self.has_time(name := f"prefill of {prompt}, steps of {rows}", 8 if prompt > 10_000 else 3):
+                continue
             rate = prompt / runs.prefill(prompt, rows, 1 if prompt > 10_000 else self.sizes.repeats)
             work = 2 * (per_row + wanted * -(-prompt // rows) / prompt) * rate / 1e12
-            row(f"prefill of {prompt}, steps of {rows}", rate, "tokens/s", share_of="int8", share=work)
+            row(name, rate, "tokens/s", share_of="int8", share=work)
 
     def _against_cpu(self, program: Any, exe: CudaExecutable) -> None:
         """Logits of the real shapes: of 20 rows at once (tiles on tensor cores), and of one row behind them."""
-        other, name = _host_backend()
+        other, name = host_backend()
         if name == "the reference" and not self.options["emulate"]:
             row("logits against the CPU", "skipped", detail="the native extension is not built here")
             return
@@ -275,111 +287,12 @@ class Phase:
         limits, page = Limits(len(ids), 1, 1, 1), np.zeros(1, np.int32)
         host = other.compile(program, limits)
         got, want = (
-            np.concatenate([it.run(b)[0].copy() for b in _singles(ids, len(ids) - 1, page)]).astype(np.float64)
+            np.concatenate([it.run(b)[0].copy() for b in singles(ids, len(ids) - 1, page)]).astype(np.float64)
             for it in (exe, host)
         )
         host.close()
         error = float(np.sum((got - want) ** 2) / np.sum(want**2))
         row(f"logits against {name}", error, "nmse", ok=error < BOUND, detail=f"bound {BOUND:.0e}")
-
-
-class Runs:
-    """Timed runs on an executable; tokens are drawn from a seed."""
-
-    def __init__(self, exe: CudaExecutable, n_vocab: int, sizes: Sizes) -> None:
-        self.exe, self.n_vocab, self.sizes = exe, n_vocab, sizes
-        self.rng = np.random.default_rng(1)
-
-    def prefill(self, prompt: int, step_rows: int, repeats: int) -> float:
-        """Seconds until the first token is known: the median."""
-        times = []
-        pages = np.arange(-(-prompt // 64), dtype=np.int32)
-        for number in range(1 + repeats):
-            ids = self.rng.integers(0, self.n_vocab, prompt)
-            if number == 0:  # to compile what is missing
-                ids = ids[: 2 * step_rows]
-            began = time.perf_counter()
-            for at in range(0, len(ids), step_rows):
-                assert self.exe.run(Batch.single(ids[at : at + step_rows], at, pages), top=TOP)[1].on_gpu
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
-
-    def decode(self, sequences: int) -> float:
-        """Tokens a second of all sequences together, steps as the engine asks for them."""
-        depth, steps, warm = self.sizes.depth, self.sizes.steps, 3
-        each = -(-(depth + steps + warm) // 64)
-        pages = np.arange(sequences * each, dtype=np.int32).reshape(sequences, each)
-        for s in range(sequences):
-            self.exe.run(Batch.single(self.rng.integers(0, self.n_vocab, depth), 0, pages[s], s), top=TOP)
-        ids = self.rng.integers(0, self.n_vocab, (warm + steps, sequences))
-        began = []
-        for step in range(warm + steps):
-            began.append(time.perf_counter())
-            self.exe.run(_decode_batch(ids[step], depth + step, pages), top=TOP)
-        return sequences * steps / (time.perf_counter() - began[warm])
-
-    def device_step(self) -> float:
-        """Seconds of the graph that was captured last, without what the host does for a step."""
-        graph, _ = [made for made in self.exe._graphs.values() if made is not None][-1]
-        with self.exe.launcher.activate():
-            graph()
-            self.exe.launcher.synchronize()
-            began = time.perf_counter()
-            for _ in range(self.sizes.steps):
-                graph()
-            self.exe.launcher.synchronize()
-        return (time.perf_counter() - began) / self.sizes.steps
-
-    def profiles(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Seconds by kind of op of a decode step and of a step of a prefill."""
-        depth, rows = self.sizes.depth, self.sizes.step_rows[0]
-        pages = np.arange(-(-max(depth + 1, rows) // 64), dtype=np.int32).reshape(1, -1)
-        self.exe.profile = True
-        for name, batch in (
-            ("decode step", _decode_batch(np.zeros(1, np.int32), depth, pages)),
-            (f"step of {rows} rows", Batch.single(self.rng.integers(0, self.n_vocab, rows), 0, pages[0])),
-        ):
-            self.exe.run(batch, top=TOP)
-            yield name, self.exe.run(batch, top=TOP)[1].op_seconds
-        self.exe.profile = False
-
-
-def _decode_batch(ids: Any, start: int, pages: Any) -> Batch:
-    """One row of each sequence."""
-    n = len(ids)
-    numbers, starts = np.arange(n, dtype=np.int32), np.full(n, start, np.int32)
-    offsets = np.arange(n + 1, dtype=np.int32)
-    return Batch(np.asarray(ids, np.int32), np.tile(starts, (3, 1)), offsets, starts, numbers, pages, numbers)
-
-
-def _singles(ids: Any, first: int, pages: Any) -> list[Batch]:
-    """A prefill of ``first`` rows, then one row a step."""
-    rest = [Batch.single(ids[at : at + 1], at, pages) for at in range(first, len(ids))]
-    return [Batch.single(ids[:first], 0, pages), *rest]
-
-
-def _host_backend() -> tuple[Any, str]:
-    """The CPU backend, else the reference."""
-    try:
-        from qwen35rt.backends.cpu.backend import CpuBackend
-    except ImportError:
-        from qwen35rt.backends.reference import ReferenceBackend
-
-        return ReferenceBackend(), "the reference"
-    return CpuBackend(), "the CPU"
-
-
-def _greedy_gap(exe: Any, other: Any, prompt: Any, pages: Any, count: int) -> float:
-    """The largest difference of the other backend's logits between its choice and the device's, fed the same tokens."""
-    worst, ids, at = 0.0, list(prompt), 0
-    for _ in range(count):
-        batch = Batch.single(ids[at:], at, pages)
-        at = len(ids)
-        best, logits = exe.run(batch, top=TOP)[0][0], other.run(batch)[0][0]
-        worst = max(worst, float(logits.max() - logits[best.ids[best.logits.argmax()]]))
-        ids.append(int(logits.argmax()))
-    other.close()
-    return worst
 
 
 def _text(path: Path) -> str:

@@ -61,7 +61,8 @@ INLINE void keep_states(const Channel &c, float *state, const int *step, int s, 
 
 // x, out: [T][channels]   w: [channels][taps], newest last   keep: the state is written too, for
 // steps of which no sequence has more than TILE rows   grid: channels / 128, seqs, tiles of rows
-extern "C" __global__ void __launch_bounds__(128)
+// 8 blocks of a multiprocessor: otherwise the compiler keeps to 40 registers on sm_90, and spills
+extern "C" __global__ void __launch_bounds__(128, 8)
     conv1d_silu(const float *x, const float *w, float *state, float *out, const int *step,
                 int layers, int layer, int channels, int taps, int keep) {
     int channel = blockIdx.x * 128 + threadIdx.x, s = blockIdx.y, begin = blockIdx.z * TILE;

@@ -50,7 +50,7 @@ def gpu_state() -> dict[str, Any]:
             import cupy
 
             state["cupy"] = f"{cupy.__version__} installed"
-            for i in range(cupy.cuda.runtime.getDeviceCount()):
+            for i in range(cupy.cuda.runtime.getDeviceCount() if state["driver"] == "works" else 0):
                 properties = cupy.cuda.runtime.getDeviceProperties(i)
                 state["devices"].append(properties["name"].decode())
         except Exception as e:  # whatever a broken installation raises is what the reader wants to know

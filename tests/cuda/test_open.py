@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen35rt import device, self_test
+from qwen35rt import device, machine, self_test
 from qwen35rt.backends import cuda
 from qwen35rt.backends.base import Limits
 from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.errors import BackendUnavailable
 from qwen35rt.model.program import Program
+from tests.cuda_host.cupy_host import CUDARuntimeError, Machine, make_cupy
 from tests.cuda_host.host import HostLauncher, compiler
 from tests.implementations import cpu_backend, isa_levels
 
@@ -27,12 +30,12 @@ class Runtime:
 
     RUNTIME_ERRORS = (RuntimeError, OSError)
 
-    def __init__(self, capability: tuple[int, int] = (9, 0), count: int = 1, fails: str = "") -> None:
-        self.capability, self.count, self.fails = capability, count, fails
+    def __init__(self, capability: tuple[int, int] = (9, 0), count: int = 1, fails: str = "", status: int = 0) -> None:
+        self.capability, self.count, self.fails, self.status = capability, count, fails, status
 
     def _fail(self, name: str) -> None:
         if self.fails == name:
-            raise RuntimeError(f"{name} failed")
+            raise CUDARuntimeError(self.status) if self.status else RuntimeError(f"{name} failed")
 
     def nvrtc_version(self) -> tuple[int, int]:
         self._fail("nvrtc")
@@ -83,10 +86,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("launch", "text"),
     [
         (Runtime(fails="nvrtc"), r"NVRTC\) cannot be loaded \(nvrtc failed\); install .*\[cuda13\]"),
-        (Runtime(fails="count"), r"could not be opened \(count failed\); a driver that is older"),
+        (Runtime(fails="count"), r"could not be opened \(count failed\); nvidia-smi"),
+        (Runtime(fails="count", status=35), r"driver is too old for this CuPy \(cudaError 35\): update it.*\[cuda12\]"),
         (Runtime(fails="open"), r"could not be opened \(open failed\)"),
         (Runtime(count=0), "no device 0, there are 0"),
-        (Runtime((7, 0)), r"Tester \(sm_00\) is too old; sm_75 or later"),
+        (Runtime((7, 0)), r"Tester \(sm_00\) is too old; sm_75 or later is needed; --device cpu"),
     ],
 )
 def test_b90_a_broken_link_is_named(opened: Any, launch: Any, text: str) -> None:
@@ -114,8 +118,60 @@ def test_b90_both_wheels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda, "driver_problem", lambda: None)
     with pytest.raises(BackendUnavailable, match=r"cupy-cuda12x and cupy-cuda13x are both installed .*pip uninstall"):
         cuda.open_cuda()
+
+
+NO_DRIVER, THERE = "^no NVIDIA driver .*install one.*a container", r"^14\.0 installed$"
+EXTRA = r"CuPy is not installed \(pip install 'qwen35rt\[cuda13\]'"
+# Whether there are a driver and CuPy -> what doctor says of the driver, of CuPy and of the backend.
+DOCTOR = {
+    "nothing": (False, False, NO_DRIVER, "^not installed", f"{NO_DRIVER}.*; {EXTRA}"),
+    "no-cupy": (True, False, "^works$", "^not installed", f"^{EXTRA}"),
+    "no-driver": (False, True, NO_DRIVER, THERE, NO_DRIVER),
+    "broken": (True, True, "^works$", "does not work: OSError: cudart", r"not be opened \(open failed\); nvidia-smi"),
+    "works": (True, True, "^works$", THERE, "^works$"),
+}
+
+
+@pytest.mark.parametrize("what", DOCTOR)
+def test_b90_doctor_tells_what_is_missing(what: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, cupy, *wanted = DOCTOR[what]
+    if driver and cupy:
+        opened(Runtime(fails="open" if what == "broken" else ""))
+        monkeypatch.setattr(self_test, "self_test", lambda backend: None)
+    stand_in = make_cupy(Machine())
+    stand_in.__version__ = "14.0"
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 1
+            return 0
+
+    def library(name: str) -> Driver:
+        if not driver:
+            raise OSError(name)
+        return Driver()
+
+    def find(name: str) -> object:
+        return object() if cupy else None
+
+    def broken() -> int:
+        raise OSError("cudart")
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    if what == "broken":
+        stand_in.cuda.runtime.getDeviceCount = broken
+    state = machine.gpu_state()
+    assert state["devices"] == (["Emulated"] if what == "works" else [])
+    for name, text in zip(("driver", "cupy", "cuda"), wanted, strict=True):
+        assert re.search(text, state[name]), (name, state[name])
 
 
 def test_a_device_that_works_is_chosen(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 MIN_CAPABILITY = (7, 5)
 CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+OLD_DRIVER = 35  # cudaErrorInsufficientDriver
 INSTALL = "pip install 'qwen35rt[cuda13]', or [cuda12] for older drivers"
 
 
 def open_cuda(device: int = 0) -> CudaBackend:
     """The backend on device number ``device``. Raises BackendUnavailable with reason and remedy."""
-    problem = packages_problem() or driver_problem()
-    if problem is not None:
-        raise BackendUnavailable(f"device cuda does not work here: {problem}")
+    problems = [problem for problem in (driver_problem(), packages_problem()) if problem is not None]
+    if problems:  # both, so that nobody installs CuPy where it cannot help
+        raise BackendUnavailable(f"device cuda does not work here: {'; '.join(problems)}")
     try:
         from . import launch
     except Exception as e:  # whatever a broken installation raises
@@ -42,14 +44,18 @@ def open_cuda(device: int = 0) -> CudaBackend:
             raise BackendUnavailable(f"device cuda does not work here: no device {device}, there are {count}")
         launcher = launch.CupyLauncher(device)
     except launch.RUNTIME_ERRORS as e:
+        if getattr(e, "status", None) == OLD_DRIVER:
+            raise BackendUnavailable(
+                f"device cuda does not work here: the NVIDIA driver is too old for this CuPy ({e}): "
+                "update it, or install the extra [cuda12] in place of [cuda13]"
+            ) from e
         raise BackendUnavailable(
-            f"device cuda does not work here: the device could not be opened ({e}); "
-            "a driver that is older than CuPy's CUDA version says this, too: try the extra [cuda12]"
+            f"device cuda does not work here: the device could not be opened ({e}); nvidia-smi tells its state"
         ) from e
     if launcher.capability < MIN_CAPABILITY:
         raise BackendUnavailable(
             f"device cuda does not work here: {launcher.description} is too old; "
-            f"sm_{MIN_CAPABILITY[0]}{MIN_CAPABILITY[1]} or later is needed"
+            f"sm_{MIN_CAPABILITY[0]}{MIN_CAPABILITY[1]} or later is needed; --device cpu works without"
         )
     from .backend import CudaBackend
 
@@ -82,12 +88,14 @@ def driver_problem() -> str | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "no NVIDIA driver (libcuda.so.1 was not found)"
+        return (
+            "no NVIDIA driver (libcuda.so.1 was not found): install one, 580 or later for [cuda13]; "
+            "a container has to be started with the GPUs"
+        )
     status = driver.cuInit(0)
-    if status:
-        return "no NVIDIA device" if status == 100 else f"the NVIDIA driver did not start (cuInit gave {status})"
+    if status and status != NO_DEVICE:
+        return f"the NVIDIA driver did not start (cuInit gave {status}): see nvidia-smi; a new one needs a restart"
     count = ctypes.c_int(0)
-    status = driver.cuDeviceGetCount(ctypes.byref(count))
-    if status or count.value < 1:
-        return "no NVIDIA device"
+    if status or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
+        return "no NVIDIA device: nvidia-smi and CUDA_VISIBLE_DEVICES tell which there are"
     return None
