@@ -2,7 +2,7 @@
 //     value[i] = s[i / 16] * q[i] - m[i / 16]
 // q: signed bytes, four to a word, in the order of the columns. One format of a module is chosen by
 // a macro QRT_<FORMAT>; it defines BLOCK (columns), BYTES, GROUP (columns of a scale: 16 or 32) and
-// MINIMA (0: all m are 0). Blocks are aligned to what their size allows, never more.
+// MINIMA (0: all m are 0). A tensor is aligned to 16 bytes, its blocks to what their size allows.
 #ifndef QRT_UNPACK_CUH
 #define QRT_UNPACK_CUH
 #include "common.cuh"
@@ -12,12 +12,31 @@ struct Unit {
     float s[2], m[2];
 };
 
+INLINE u32 half_word(const u8 *p) { return *(const u16 *)p; }
 INLINE u32 word2(const u8 *p) { // aligned to 2 bytes
     const u16 *h = (const u16 *)p;
     return h[0] | (u32)h[1] << 16;
 }
 INLINE u32 word4(const u8 *p) { return *(const u32 *)p; }
-INLINE u32 half_word(const u8 *p) { return *(const u16 *)p; }
+INLINE void eight_words(const u8 *p, u32 (&w)[8]) { // aligned to 16 bytes
+    const Words a = *(const Words *)p, b = *(const Words *)(p + 16);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = a.w[j], w[j + 4] = b.w[j];
+}
+// Words from p on, which is aligned to 2 bytes, by loads of 4: half as many as of 2. Where p is not
+// aligned to 4, the two bytes before it are read too.
+template <int COUNT> INLINE void words2(const u8 *p, u32 (&w)[COUNT]) {
+    const int shift = (int)((u64)p & 2) * 8;
+    const u32 *from = (const u32 *)(p - shift / 8);
+    u32 low = from[0];
+#pragma unroll
+    for (int j = 0; j < COUNT - 1; j++) {
+        const u32 high = from[j + 1];
+        w[j] = (u32)(((u64)high << 32 | low) >> shift);
+        low = high;
+    }
+    w[COUNT - 1] = shift ? low >> 16 | half_word(p + 4 * COUNT - 2) << 16 : low;
+}
 INLINE float half_at(const u8 *p) { return half_to_float(half_word(p)); }
 
 // Byte by byte, for bytes below 128 and n at most 128: no byte borrows from the next.
@@ -79,10 +98,11 @@ INLINE void unpack(const u8 *block, int, Unit &u) {
 #    else
     one_scale(u, half_at(block), 0);
 #    endif
+    u32 w[4];
+    words2(block + BYTES - 16, w);
     for (int j = 0; j < 4; j++) {
-        u32 w = word2(block + BYTES - 16 + 4 * j);
-        u.q[j] = MINIMA ? (int)low4(w) : minus(low4(w), 8);
-        u.q[j + 4] = MINIMA ? (int)high4(w) : minus(high4(w), 8);
+        u.q[j] = MINIMA ? (int)low4(w[j]) : minus(low4(w[j]), 8);
+        u.q[j + 4] = MINIMA ? (int)high4(w[j]) : minus(high4(w[j]), 8);
     }
 }
 
@@ -102,11 +122,11 @@ INLINE void unpack(const u8 *block, int, Unit &u) {
 #    else
     one_scale(u, half_at(block), 0);
 #    endif
-    u32 bits = word2(block + BYTES - 20);
+    u32 w[5]; // the first: bits
+    words2(block + BYTES - 20, w);
     for (int j = 0; j < 4; j++) {
-        u32 w = word2(block + BYTES - 16 + 4 * j);
-        u32 a = low4(w) | ones_of_bits(bits >> 4 * j) << 4;
-        u32 b = high4(w) | ones_of_bits(bits >> (4 * j + 16)) << 4;
+        u32 a = low4(w[j + 1]) | ones_of_bits(w[0] >> 4 * j) << 4;
+        u32 b = high4(w[j + 1]) | ones_of_bits(w[0] >> (4 * j + 16)) << 4;
         u.q[j] = MINIMA ? (int)a : minus(a, 16);
         u.q[j + 4] = MINIMA ? (int)b : minus(b, 16);
     }
@@ -119,7 +139,9 @@ INLINE void unpack(const u8 *block, int, Unit &u) {
 #    define MINIMA 0
 INLINE void unpack(const u8 *block, int, Unit &u) {
     one_scale(u, half_at(block), 0);
-    for (int j = 0; j < 8; j++) u.q[j] = (int)word2(block + 2 + 4 * j);
+    u32 w[8];
+    words2(block + 2, w);
+    for (int j = 0; j < 8; j++) u.q[j] = (int)w[j];
 }
 
 #elif defined(QRT_IQ4_NL) // d, qs[16]
@@ -129,10 +151,11 @@ INLINE void unpack(const u8 *block, int, Unit &u) {
 #    define MINIMA 0
 INLINE void unpack(const u8 *block, int, Unit &u) {
     one_scale(u, half_at(block), 0);
+    u32 w[4];
+    words2(block + 2, w);
     for (int j = 0; j < 4; j++) {
-        u32 w = word2(block + 2 + 4 * j);
-        u.q[j] = iq4_lookup(low4(w));
-        u.q[j + 4] = iq4_lookup(high4(w));
+        u.q[j] = iq4_lookup(low4(w[j]));
+        u.q[j + 4] = iq4_lookup(high4(w[j]));
     }
 }
 
@@ -220,9 +243,12 @@ INLINE void unpack(const u8 *block, int sub, Unit &u) {
         int g = 2 * sub + h, low = g < 8 ? scales[g] & 15 : scales[g - 8] >> 4;
         u.s[h] = d * (float)((low | (scales[8 + g % 4] >> 2 * (g / 4) & 3) << 4) - 32);
     }
+    u32 low[8], high[8];
+    words2(block + 32 + 32 * (sub / 4), low);
+    words2(block, high);
     for (int j = 0; j < 8; j++) {
-        u32 w = word2(block + 32 + 32 * (sub / 4) + 4 * j) >> 2 * (sub % 4) & 0x03030303u;
-        u.q[j] = minus(w | (word2(block + 4 * j) >> sub & 0x01010101u) << 2, 4);
+        u32 w = low[j] >> 2 * (sub % 4) & 0x03030303u;
+        u.q[j] = minus(w | (high[j] >> sub & 0x01010101u) << 2, 4);
     }
 }
 
@@ -237,23 +263,24 @@ INLINE void unpack(const u8 *block, int sub, Unit &u) {
 #        define BYTES 176
 #    endif
 INLINE void unpack(const u8 *block, int sub, Unit &u) {
-    const u8 *scales = block + 4;
-    u32 both = word4(block);
-    int s, m; // of six bits; those of the last four sub-blocks are in two places
+    const Words head = *(const Words *)block; // d and dmin, then scales
+    const int at = 8 * (sub % 4);
+    u32 s, m; // of six bits; those of the last four sub-blocks are in two places
     if (sub < 4) {
-        s = scales[sub] & 63, m = scales[sub + 4] & 63;
+        s = head.w[1] >> at & 63, m = head.w[2] >> at & 63;
     } else {
-        s = (scales[sub + 4] & 15) | scales[sub - 4] >> 6 << 4;
-        m = scales[sub + 4] >> 4 | scales[sub] >> 6 << 4;
+        s = (head.w[3] >> at & 15) | (head.w[1] >> at >> 6 & 3) << 4;
+        m = (head.w[3] >> at >> 4 & 15) | (head.w[2] >> at >> 6 & 3) << 4;
     }
+    const u32 both = head.w[0];
     one_scale(u, half_to_float(both & 0xffff) * (float)s, half_to_float(both >> 16) * (float)m);
-    const u8 *qs = block + BYTES - 128 + 32 * (sub / 2);
-    for (int j = 0; j < 8; j++) {
-        u.q[j] = word4(qs + 4 * j) >> 4 * (sub % 2) & 0x0f0f0f0fu;
+    u32 w[8];
+    eight_words(block + BYTES - 128 + 32 * (sub / 2), w);
+    for (int j = 0; j < 8; j++) u.q[j] = (int)(w[j] >> 4 * (sub % 2) & 0x0f0f0f0fu);
 #    if defined(QRT_Q5_K)
-        u.q[j] |= (word4(block + 16 + 4 * j) >> sub & 0x01010101u) << 4;
+    eight_words(block + 16, w);
+    for (int j = 0; j < 8; j++) u.q[j] |= (int)((w[j] >> sub & 0x01010101u) << 4);
 #    endif
-    }
 }
 
 #elif defined(QRT_Q6_K) // ql[128], qh[64], int8 scales[16], d
@@ -267,9 +294,12 @@ INLINE void unpack(const u8 *block, int sub, Unit &u) {
     for (int h = 0; h < 2; h++) u.s[h] = d * (float)(i8)block[192 + 2 * sub + h];
     // Half a block: columns 0..63 are the low nibbles of 64 bytes, the others the high ones.
     const u8 *ql = block + 64 * (sub / 4) + 32 * (sub % 2), *qh = block + 128 + 32 * (sub / 4);
+    u32 low[8], high[8];
+    words2(ql, low);
+    words2(qh, high);
     for (int j = 0; j < 8; j++) {
-        u32 w = word2(ql + 4 * j) >> 4 * (sub % 4 / 2) & 0x0f0f0f0fu;
-        u.q[j] = minus(w | (word2(qh + 4 * j) >> 2 * (sub % 4) & 0x03030303u) << 4, 32);
+        u32 w = low[j] >> 4 * (sub % 4 / 2) & 0x0f0f0f0fu;
+        u.q[j] = minus(w | (high[j] >> 2 * (sub % 4) & 0x03030303u) << 4, 32);
     }
 }
 
@@ -280,10 +310,9 @@ INLINE void unpack(const u8 *block, int sub, Unit &u) {
 #    define MINIMA 0
 INLINE void unpack(const u8 *block, int sub, Unit &u) {
     one_scale(u, half_at(block + 64), 0);
-    for (int j = 0; j < 8; j++) {
-        u32 w = word2(block + 32 * (sub / 4) + 4 * j) >> 2 * (sub % 4) & 0x03030303u;
-        u.q[j] = minus(w, 1);
-    }
+    u32 w[8];
+    words2(block + 32 * (sub / 4), w);
+    for (int j = 0; j < 8; j++) u.q[j] = minus(w[j] >> 2 * (sub % 4) & 0x03030303u, 1);
 }
 
 #elif defined(QRT_TQ1_0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -188,6 +189,31 @@ def test_phases_without_time_are_left_out(gpu_check: Any, tmp_path: Path, monkey
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path), "--seconds", "1", "--dry-run"])
     assert gpu_check.main() == 1
     assert [r["detail"] for r in _rows(tmp_path)] == ["no time was left"]
+
+
+@pytest.fixture
+def phase(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A phase of which half a second is left, without a device."""
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    made = object.__new__(_script("gpu_phases").Phase)
+    made.options, made.end = {"emulate": "."}, time.monotonic() + 0.5
+    return made
+
+
+def test_a_phase_says_what_it_finds_no_time_for(phase: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert phase.has_time("quick", 0.1)
+    assert not phase.has_time("long", 3)
+    assert not phase.has_time("usual")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["test"], r["cut"]) for r in rows] == [("long", True), ("usual", True)]
+
+
+def test_tests_that_are_stopped_count_what_passed(phase: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    phase._run_tests("oracle")
+    assert time.monotonic() - began < 30
+    (row,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (row["test"], row["cut"], row["detail"]) == ("tests passed", True, "its time was up; 0 skipped")
 
 
 def test_shares_and_goals(gpu_check: Any, tmp_path: Path) -> None:

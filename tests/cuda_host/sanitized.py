@@ -1,6 +1,6 @@
 """Runs named op cases, and copies, on kernels built with sanitizers: ``python -m tests.cuda_host.sanitized FOLDER
 CASE...``, with libasan loaded before Python; FOLDER is that of libraries. A fault ends the process. ``--large`` before
-the cases: products in tiles of 128.
+the cases: products in tiles of 128; ``--top``: the largest logits too.
 
 Prints the names of the kernels that ran.
 """
@@ -18,22 +18,27 @@ from tests.ops.cases import all_cases
 from . import host
 from .copies import copy_and_check
 from .host import SANITIZE, HostLauncher
+from .tops import find_and_check
 
 
 def main(folder: str, *names: str) -> int:
     """Run the cases."""
     host.folder = lambda: Path(folder)  # type: ignore[assignment]
-    if names[0] == "--large":
+    flags = {name for name in names if name.startswith("--")}
+    names = tuple(name for name in names if name not in flags)
+    if "--large" in flags:
         vars(ops)["LARGE_FROM"] = 1
-        names = names[1:]
+    checks = (copy_and_check, find_and_check) if "--top" in flags else (copy_and_check,)
     cases = [case for case in all_cases() if case.id in names]
     plain = HostLauncher()
-    copy_and_check(plain)
+    for check in checks:
+        check(plain)
     for case in cases:  # shows which kernels are needed, so that all are compiled at once
         run_case(case, CudaBackend(plain))
     host.prepare(plain.modules, SANITIZE)
     launcher = HostLauncher(flags=SANITIZE)
-    copy_and_check(launcher)
+    for check in checks:
+        check(launcher)
     for case in cases:
         check_outcome(case, run_case(case, CudaBackend(launcher)))
     print(f"{len(cases)} cases: {' '.join(sorted(launcher.names))}")

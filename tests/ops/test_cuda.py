@@ -39,8 +39,7 @@ from .tensors import plain_tensor, random_tensor
 CASES = all_cases()
 PRODUCTS, OTHERS = 24, 4  # of them every so-many-th runs by default, and the first of each op
 SANITIZED_OFTEN = ("linear-Q4_K-5x256-normal", "attention-3-1-64-several")
-# group -> cases, and kernels that must be among those that they run: each kernel but those of cuda/sample.cu is in one
-# group. ``--large``: products in tiles of 128.
+# group -> cases and flags of sanitized.py, and kernels that must be among those that they run: each is in some group.
 SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
     "some": (SANITIZED_OFTEN, "copy_items attention_tiles_64 embed linear_8"),
     "delta": (
@@ -72,6 +71,8 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
             "linear-Q8_0-17x96-exact",
             "linear-IQ3_S-3x512-exact",
             "linear-MXFP4-5x96-exact",
+            "linear-Q5_0-5x96-exact",
+            "linear-Q5_K-3x512-exact",
         ),
         "embed quantize linear_1 linear_2 linear_4 linear_8",
     ),
@@ -85,6 +86,7 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "moe_route moe_linear moe_linear_reduce moe_lists moe_sum moe_tiles",
     ),
+    "sample": (("--top",), "top_k_parts top_k_join top_k"),
     "rest": (
         (
             "rope-2x32-3d",
@@ -102,7 +104,6 @@ SANITIZED: dict[str, tuple[tuple[str, ...], str]] = {
         "rope rms_norm gated_rms_norm l2_norm sigmoid_mul silu_mul add delta_gates gather_rows moe_route",
     ),
 }
-NOT_SANITIZED = {"top_k", "top_k_parts", "top_k_join"}
 FOLDER = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the kernels for the CPU")
@@ -325,7 +326,7 @@ def test_kernels_under_sanitizers(group: str) -> None:
     names, kernels = SANITIZED[group]
     assert done.returncode == 0, done.stderr[-4000:]
     count, _, ran = done.stdout.strip().partition(" cases: ")
-    assert int(count) == len([n for n in names if n != "--large"])
+    assert int(count) == len([n for n in names if not n.startswith("--")])
     assert set(kernels.split()) <= set(ran.split())
 
 
@@ -342,8 +343,7 @@ def _sanitized(group: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_kernel_is_in_a_group_under_sanitizers() -> None:
     named = {name for _, kernels in SANITIZED.values() for name in kernels.split()}
-    assert named | NOT_SANITIZED == {name for file in source.files() for name in source.kernels(file)}
-    assert not named & NOT_SANITIZED
+    assert named == {name for file in source.files() for name in source.kernels(file)}
 
 
 def _libasan() -> str | None:
