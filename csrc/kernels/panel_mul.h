@@ -53,14 +53,16 @@ INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
 #    define HOLD(v) __asm__ volatile("" : "+x"(v))
 
 // Four columns of a full tile below 8 bits: sum[t][v] = or += pairs of w[v] * x[t] in int16. In
-// assembly, as the compiler spills at any other order: 8 sums, 2 vectors of weights, 4 columns of
-// an x row and 2 products are 13 of 16 registers.
-#    define ROW(J, T, ADD)                                                                         \
-        "vpbroadcastd 4*" #J "(%[x" #T "]), %[b]\n\t" ADD(T##0, "w0") ADD(T##1, "w1")
-#    define FIRST(S, W) "vpmaddubsw %[b], %[" W "], %[s" #S "]\n\t"
-#    define NEXT(S, W)                                                                             \
-        "vpmaddubsw %[b], %[" W "], %[p]\n\t"                                                      \
-        "vpaddw %[p], %[s" #S "], %[s" #S "]\n\t"
+// assembly, as the compiler spills at any other order: 8 sums, 2 vectors of weights and 2 products
+// are 12 of 16 registers. Two products, then their two sums: by turns, sums take more of the ports
+// that products need.
+#    define PAIR(OP, A0, A1, B0, B1, TO0, TO1)                                                     \
+        OP " %[" A0 "], %[" B0 "], %[" TO0 "]\n\t" OP " %[" A1 "], %[" B1 "], %[" TO1 "]\n\t"
+#    define FIRST(T) PAIR("vpmaddubsw", "b", "b", "w0", "w1", "s" #T "0", "s" #T "1")
+#    define NEXT(T)                                                                                \
+        PAIR("vpmaddubsw", "b", "b", "w0", "w1", "p", "b")                                         \
+        PAIR("vpaddw", "p", "b", "s" #T "0", "s" #T "1", "s" #T "0", "s" #T "1")
+#    define ROW(J, T, ADD) "vpbroadcastd 4*" #J "(%[x" #T "]), %[b]\n\t" ADD(T)
 #    define STEP(J, ADD)                                                                           \
         "vmovdqa 64*" #J "(%[q]), %[w0]\n\t"                                                       \
         "vmovdqa 64*" #J "+32(%[q]), %[w1]\n\t" ROW(J, 0, ADD) ROW(J, 1, ADD) ROW(J, 2, ADD)       \
