@@ -206,9 +206,9 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 // A panel's rows are too many streams, each too short, for the processor to foresee. So while a
 // panel is multiplied, the bytes of the next one (whose rows follow) are fetched in the order in
 // which they lie, a few lines at a time: a burst would fill the queue of outstanding misses.
-INLINE void fetch_next(panel *p, int lines) {
-    for (; lines > 0 && p->ahead < p->ahead_end; lines--, p->ahead += 64)
-        __builtin_prefetch(p->ahead, 0, 3);
+INLINE const uint8_t *fetch_next(const uint8_t *ahead, const uint8_t *end, int lines) {
+    for (; lines > 0 && ahead < end; lines--, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+    return ahead;
 }
 
 // acc: mr rows of NR floats; lines: as many are fetched for each 32 columns
@@ -220,9 +220,10 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
     for (int t = 0; t < mr; t++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) a[t][v] = qf_load(acc + t * NR + v * QF);
+    const uint8_t *ahead = p->ahead, *const end = p->ahead_end;
     for (int b = 0; b < nb; b++) {
         qf f[TILE][NV];
-        fetch_next(p, lines);
+        ahead = fetch_next(ahead, end, lines);
 #pragma GCC unroll 2
         for (int g = 0; g < per; g++) {
             ilane i[TILE][NV];
@@ -257,6 +258,7 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
                 }
         }
     }
+    p->ahead = ahead;
 #pragma GCC unroll 8
     for (int t = 0; t < mr; t++)
 #pragma GCC unroll 4
