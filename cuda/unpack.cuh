@@ -71,14 +71,27 @@ INLINE int fp4_lookup(u32 w) {
 #    if defined(QRT_F32)
 #        define BYTES 4
 INLINE float value_at(const u8 *row, int i) { return ((const float *)row)[i]; }
+INLINE void eight_values(const u8 *row, int i, float (&v)[8]) { // aligned to 16 bytes
+    u32 w[8];
+    eight_words(row + 4 * (i64)i, w);
+    for (int j = 0; j < 8; j++) v[j] = float_of_bits(w[j]);
+}
 #    else
 #        define BYTES 2
-INLINE float value_at(const u8 *row, int i) {
+INLINE float number_of_bits(u32 h) {
 #        if defined(QRT_F16)
-    return half_to_float(((const u16 *)row)[i]);
+    return half_to_float(h);
 #        else
-    return bf16_to_float(((const u16 *)row)[i]);
+    return bf16_to_float(h);
 #        endif
+}
+INLINE float value_at(const u8 *row, int i) { return number_of_bits(((const u16 *)row)[i]); }
+INLINE void eight_values(const u8 *row, int i, float (&v)[8]) { // aligned to 16 bytes
+    const Words w = *(const Words *)(row + 2 * (i64)i);
+    for (int j = 0; j < 4; j++) {
+        v[2 * j] = number_of_bits(w.w[j] & 0xffff);
+        v[2 * j + 1] = number_of_bits(w.w[j] >> 16);
+    }
 }
 #    endif
 

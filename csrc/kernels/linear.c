@@ -105,7 +105,7 @@ QRT_QUANT_FORMATS(X)
 // packed next lies behind them.
 INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows, float *acc,
                           pack_fn pack, mul_fn mul) {
-    _Alignas(64) uint8_t q[256 * NR];
+    _Alignas(64) uint8_t q[PARTS(8) * 256 * NR];
     _Alignas(64) float s[16 * NR], m[16 * NR];
     panel to = {q, s, m, NULL, NULL};
     const int64_t blocks = p->w->cols / 32, bytes = p->w->row_bytes;

@@ -2,8 +2,9 @@
 // products along the columns.
 //     value of (row r, column c) = s[c / GROUP][r] * q[c / 4][r][c % 4] - m[c / GROUP][r]
 // q is unsigned (the format's OFF is part of m), but for formats of 8 bits: those are int8 and have
-// no m, except at AVX-512, whose products want unsigned x signed: there q is int8 + 128, and m
-// makes up for it.
+// no m. Products of unsigned x signed bytes want more of them: at AVX-512 q is int8 + 128, and m
+// makes up for it; at AVX2, where they would overflow, q is |int8| and behind it int8, [columns /
+// 4][2][NR][4], so that the sign can go to x.
 #ifndef QRT_PANEL_H
 #define QRT_PANEL_H
 #include "kernels.h"
@@ -11,7 +12,7 @@
 #include "../unpack/unpack.h"
 
 typedef struct {
-    uint8_t *q;                       // [columns / 4][NR][4]
+    uint8_t *q;                       // [columns / 4][PARTS][NR][4]
     float *s, *m;                     // [columns / GROUP][NR]
     const uint8_t *ahead, *ahead_end; // what will be packed next, NULL: unknown; only prefetched
 } panel;
@@ -23,6 +24,12 @@ typedef struct {
 #else
 #    define NR 16
 #    define SIGNED_OFF 0
+#endif
+
+#ifdef QRT_LEVEL_AVX2
+#    define PARTS(bits) ((bits) == 8 ? 2 : 1) // of q
+#else
+#    define PARTS(bits) 1
 #endif
 
 enum {
@@ -37,7 +44,12 @@ enum {
 // these rows on.
 INLINE void store_q(const panel *to, int k, wv q) { wv_store(to->q + (size_t)k * NR * 4, q); }
 INLINE void store_int8(const panel *to, int k, wv q) {
+#ifdef QRT_LEVEL_AVX2
+    store_q(to, 2 * k, (wv)_mm256_abs_epi8((__m256i)q));
+    store_q(to, 2 * k + 1, q);
+#else
     store_q(to, k, SIGNED_OFF ? q ^ 0x80808080u : q);
+#endif
 }
 INLINE void store_s(const panel *to, int g, int off, qf s) {
     qf_store(to->s + g * NR, s);

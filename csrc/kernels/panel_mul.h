@@ -52,73 +52,96 @@ INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
 // registers.
 #    define HOLD(v) __asm__ volatile("" : "+x"(v))
 
-// Four columns of a full tile below 8 bits: sum[t][v] = or += pairs of w[v] * x[t] in int16. In
-// assembly, as the compiler spills at any other order: 8 sums, 2 vectors of weights, 4 columns of
-// an x row and 2 products are 13 of 16 registers.
-#    define ROW(J, T, ADD)                                                                         \
-        "vpbroadcastd 4*" #J "(%[x" #T "]), %[b]\n\t" ADD(T##0, "w0") ADD(T##1, "w1")
-#    define FIRST(S, W) "vpmaddubsw %[b], %[" W "], %[s" #S "]\n\t"
-#    define NEXT(S, W)                                                                             \
-        "vpmaddubsw %[b], %[" W "], %[p]\n\t"                                                      \
-        "vpaddw %[p], %[s" #S "], %[s" #S "]\n\t"
-#    define STEP(J, ADD)                                                                           \
-        "vmovdqa 64*" #J "(%[q]), %[w0]\n\t"                                                       \
-        "vmovdqa 64*" #J "+32(%[q]), %[w1]\n\t" ROW(J, 0, ADD) ROW(J, 1, ADD) ROW(J, 2, ADD)       \
-            ROW(J, 3, ADD)
-#    define STEPS_2 STEP(0, FIRST) STEP(1, NEXT)
-#    define STEPS_4 STEPS_2 STEP(2, NEXT) STEP(3, NEXT)
-#    define STEPS_8 STEPS_4 STEP(4, NEXT) STEP(5, NEXT) STEP(6, NEXT) STEP(7, NEXT)
-#    define RUN(STEPS)                                                                             \
+// Four columns of a full tile: s[t][v] = or += products of w[v] and x[t], pairs of them added in
+// int16 below 8 bits, fours in int32 for 8. In assembly, as the compiler spills at any other order:
+// 8 sums, 2 vectors of weights, 2 products and ones are 13 of 16 registers. Two products, then
+// their two sums: by turns, sums take more of the ports that products need.
+#    define PAIR(OP, A0, A1, B0, B1, TO0, TO1)                                                     \
+        OP " %[" A0 "], %[" B0 "], %[" TO0 "]\n\t" OP " %[" A1 "], %[" B1 "], %[" TO1 "]\n\t"
+#    define FIRST(J, T) PAIR("vpmaddubsw", "b", "b", "w0", "w1", "s" #T "0", "s" #T "1")
+#    define NEXT(J, T)                                                                             \
+        PAIR("vpmaddubsw", "b", "b", "w0", "w1", "p", "b")                                         \
+        PAIR("vpaddw", "p", "b", "s" #T "0", "s" #T "1", "s" #T "0", "s" #T "1")
+// 8 bits: |w| * (x with the sign of w), |w| in w0 and w1; pairs stay below 2^15 as |x| <= 127.
+#    define SIGNED(J)                                                                              \
+        "vpsignb 128*" #J "+64(%[q]), %[b], %[p]\n\tvpsignb 128*" #J                               \
+        "+96(%[q]), %[b], %[b]\n\t" PAIR("vpmaddubsw", "p", "b", "w0", "w1", "p", "b")
+#    define FIRST_8(J, T)                                                                          \
+        SIGNED(J) PAIR("vpmaddwd", "ones", "ones", "p", "b", "s" #T "0", "s" #T "1")
+#    define NEXT_8(J, T)                                                                           \
+        SIGNED(J)                                                                                  \
+        PAIR("vpmaddwd", "ones", "ones", "p", "b", "p", "b")                                       \
+        PAIR("vpaddd", "p", "b", "s" #T "0", "s" #T "1", "s" #T "0", "s" #T "1")
+#    define ROW(J, T, ADD) "vpbroadcastd 4*" #J "(%[x" #T "]), %[b]\n\t" ADD(J, T)
+#    define STEP(J, BYTES, ADD)                                                                    \
+        "vmovdqa " #BYTES "*" #J "(%[q]), %[w0]\n\tvmovdqa " #BYTES "*" #J                         \
+        "+32(%[q]), %[w1]\n\t" ROW(J, 0, ADD) ROW(J, 1, ADD) ROW(J, 2, ADD) ROW(J, 3, ADD)
+#    define STEPS_2(BYTES, FIRST, NEXT) STEP(0, BYTES, FIRST) STEP(1, BYTES, NEXT)
+#    define STEPS_4(BYTES, FIRST, NEXT)                                                            \
+        STEPS_2(BYTES, FIRST, NEXT) STEP(2, BYTES, NEXT) STEP(3, BYTES, NEXT)
+#    define STEPS_8(BYTES, FIRST, NEXT)                                                            \
+        STEPS_4(BYTES, FIRST, NEXT)                                                                \
+        STEP(4, BYTES, NEXT) STEP(5, BYTES, NEXT) STEP(6, BYTES, NEXT) STEP(7, BYTES, NEXT)
+#    define RUN(STEPS, ...)                                                                        \
         __asm__(STEPS                                                                              \
                 : [s00] "=&x"(s[0][0]), [s01] "=&x"(s[0][1]), [s10] "=&x"(s[1][0]),                \
                   [s11] "=&x"(s[1][1]), [s20] "=&x"(s[2][0]), [s21] "=&x"(s[2][1]),                \
                   [s30] "=&x"(s[3][0]), [s31] "=&x"(s[3][1]), [w0] "=&x"(w0), [w1] "=&x"(w1),      \
                   [b] "=&x"(b), [p] "=&x"(p)                                                       \
                 : [q] "r"(q), [x0] "r"(x[0].q + k), [x1] "r"(x[1].q + k), [x2] "r"(x[2].q + k),    \
-                  [x3] "r"(x[3].q + k), "m"(*(const uint8_t (*)[8 * 4 * NR]) q), COLUMNS(0),       \
+                  [x3] "r"(x[3].q + k),                                                            \
+                  __VA_ARGS__ "m"(*(const uint8_t (*)[PARTS(8) * 8 * 4 * NR]) q), COLUMNS(0),      \
                   COLUMNS(1), COLUMNS(2), COLUMNS(3))
+#    define ONES [ones] "x"(_mm256_set1_epi16(1)),
 #    define COLUMNS(T) "m"(*(const int8_t (*)[8 * 4])(x[T].q + k))
-INLINE void tile_sums(const int steps, const uint8_t *q, const xrow *x, int k, __m256i s[][NV]) {
+INLINE void tile_sums(const int bits, const int steps, const uint8_t *q, const xrow *x, int k,
+                      __m256i s[][NV]) {
     __m256i w0, w1, b, p;
-    if (steps == 8) RUN(STEPS_8);
-    else if (steps == 4) RUN(STEPS_4);
-    else RUN(STEPS_2);
+    if (bits == 8 && steps == 8) RUN(STEPS_8(128, FIRST_8, NEXT_8), ONES);
+    else if (bits == 8) RUN(STEPS_4(128, FIRST_8, NEXT_8), ONES);
+    else if (steps == 8) RUN(STEPS_8(64, FIRST, NEXT));
+    else if (steps == 4) RUN(STEPS_4(64, FIRST, NEXT));
+    else RUN(STEPS_2(64, FIRST, NEXT));
 }
 
 // Sums of pairs stay in int16 for a few steps, which cannot overflow it: 2 * 127 * (2^bits - 1)
-// each.
+// each. 8 bits: sums of four in int32.
 INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
                       const xrow *x, int k, ilane out[][NV]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    const int most = bits <= 4 || bits == 8 ? 8 : bits == 5 ? 4 : 2;
     const int hold = most < group / 4 ? most : group / 4;
 #    pragma GCC unroll 8
     for (int j0 = 0; j0 < group / 4; j0 += hold) {
         __m256i sum[TILE][NV];
-        if (mr == TILE && bits < 8) {
-            tile_sums(hold, q + j0 * NV * 32, x, k + 4 * j0, sum);
+        if (mr == TILE) {
+            tile_sums(bits, hold, q + j0 * NV * 32 * PARTS(bits), x, k + 4 * j0, sum);
         } else {
 #    pragma GCC unroll 8
             for (int j = j0; j < j0 + hold; j++) {
-                __m256i w[NV], a[NV];
+                const __m256i *at = (const __m256i *)q + j * NV * PARTS(bits);
+                __m256i w[NV], sign[NV];
 #    pragma GCC unroll 2
                 for (int v = 0; v < NV; v++) {
-                    w[v] = _mm256_loadu_si256((const __m256i *)(q + (j * NV + v) * 32));
-                    a[v] = _mm256_abs_epi8(w[v]);
+                    w[v] = _mm256_loadu_si256(at + v);
+                    if (bits == 8) sign[v] = _mm256_loadu_si256(at + NV + v);
                 }
 #    pragma GCC unroll 4
                 for (int t = 0; t < mr; t++) {
                     int32_t four;
                     memcpy(&four, x[t].q + k + 4 * j, 4);
-                    __m256i b = _mm256_set1_epi32(four);
+                    const __m256i b = _mm256_set1_epi32(four);
 #    pragma GCC unroll 2
                     for (int v = 0; v < NV; v++) {
-                        // Signed weights: |w| * (x with the sign of w); pairs stay below 2^15 as
-                        // |x| <= 127.
-                        __m256i p = bits == 8
-                                        ? _mm256_maddubs_epi16(a[v], _mm256_sign_epi8(b, w[v]))
-                                        : _mm256_maddubs_epi16(w[v], b);
-                        sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
+                        __m256i p;
+                        if (bits == 8) {
+                            p = _mm256_maddubs_epi16(w[v], _mm256_sign_epi8(b, sign[v]));
+                            p = _mm256_madd_epi16(p, ones);
+                            sum[t][v] = j == j0 ? p : _mm256_add_epi32(sum[t][v], p);
+                        } else {
+                            p = _mm256_maddubs_epi16(w[v], b);
+                            sum[t][v] = j == j0 ? p : _mm256_add_epi16(sum[t][v], p);
+                        }
                         HOLD(sum[t][v]);
                     }
                 }
@@ -128,7 +151,7 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
         for (int t = 0; t < mr; t++)
 #    pragma GCC unroll 2
             for (int v = 0; v < NV; v++) {
-                __m256i i = _mm256_madd_epi16(sum[t][v], ones);
+                __m256i i = bits == 8 ? sum[t][v] : _mm256_madd_epi16(sum[t][v], ones);
                 out[t][v] = j0 == 0 ? i : _mm256_add_epi32(out[t][v], i);
             }
     }
@@ -183,9 +206,9 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 // A panel's rows are too many streams, each too short, for the processor to foresee. So while a
 // panel is multiplied, the bytes of the next one (whose rows follow) are fetched in the order in
 // which they lie, a few lines at a time: a burst would fill the queue of outstanding misses.
-INLINE void fetch_next(panel *p, int lines) {
-    for (; lines > 0 && p->ahead < p->ahead_end; lines--, p->ahead += 64)
-        __builtin_prefetch(p->ahead, 0, 3);
+INLINE const uint8_t *fetch_next(const uint8_t *ahead, const uint8_t *end, int lines) {
+    for (; lines > 0 && ahead < end; lines--, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+    return ahead;
 }
 
 // acc: mr rows of NR floats; lines: as many are fetched for each 32 columns
@@ -197,14 +220,16 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
     for (int t = 0; t < mr; t++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) a[t][v] = qf_load(acc + t * NR + v * QF);
+    const uint8_t *ahead = p->ahead, *const end = p->ahead_end;
     for (int b = 0; b < nb; b++) {
         qf f[TILE][NV];
-        fetch_next(p, lines);
+        ahead = fetch_next(ahead, end, lines);
 #pragma GCC unroll 2
         for (int g = 0; g < per; g++) {
             ilane i[TILE][NV];
             const int64_t at = b * per + g;
-            dot_group(bits, group, mr, p->q + at * group * NR, x, b * 32 + g * group, i);
+            dot_group(bits, group, mr, p->q + at * group * NR * PARTS(bits), x, b * 32 + g * group,
+                      i);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
                 qf s = qf_load(p->s + at * NR + v * QF);
@@ -233,6 +258,7 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
                 }
         }
     }
+    p->ahead = ahead;
 #pragma GCC unroll 8
     for (int t = 0; t < mr; t++)
 #pragma GCC unroll 4
