@@ -22,8 +22,11 @@ INLINE places places_of(const uint8_t *src, int64_t stride) {
     __asm__ volatile("" : "+r"(r.b), "+r"(r.three));
     return r;
 }
-// Left alone, the compiler keeps sums of these for all loads of a block, and runs out of registers.
-INLINE void forget_sums(places *r) { __asm__ volatile("" : "+r"(r->a), "+r"(r->b)); }
+// Left alone, the compiler keeps sums of these (and of one of them and a place in the block) for
+// all loads of a block, and runs out of registers.
+INLINE void forget_sums(places *r) {
+    __asm__ volatile("" : "+r"(r->a), "+r"(r->b), "+r"(r->one), "+r"(r->three));
+}
 
 INLINE const uint8_t *place(const places *r, int row) {
     const uint8_t *p = row < 4 ? r->a : r->b;
@@ -38,16 +41,19 @@ INLINE void fetch_lines(const uint8_t *row, const int bytes) {
 #    pragma GCC unroll 8
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + AHEAD + at, 0, 3);
 }
-INLINE void fetch_two(const places *r, const int step, const int bytes) {
+INLINE void fetch_two(places *r, const int step, const int bytes) {
+    forget_sums(r);
     fetch_lines(place(r, 2 * step), bytes);
     fetch_lines(place(r, 2 * step + 1), bytes);
 }
 
-// 16 bytes of row p and of row p + 4, `at` bytes on.
+// 16 bytes of row p and of row p + 4, `at` bytes on. The latter come by a blend, whose load begins
+// 16 bytes before (in the same row or another: four rows precede row p + 4): an insertion into the
+// upper half takes a whole cycle of the shuffles.
 INLINE __m256i row_pair(const places *r, int at, int p) {
     const __m128i low = _mm_loadu_si128((const __m128i *)(place(r, p) + at));
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(low),
-                                   _mm_loadu_si128((const __m128i *)(place(r, p + 4) + at)), 1);
+    const __m256i high = _mm256_loadu_si256((const __m256i *)(place(r, p + 4) + at - 16));
+    return _mm256_blend_epi32(_mm256_castsi128_si256(low), high, 0xf0);
 }
 INLINE __m256i x_twice(const int8_t *x) { // 16 columns in both halves
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)x));
@@ -82,34 +88,72 @@ INLINE qf add_block(qf acc, __m256i sums, const float *s, float d) {
 }
 INLINE qf take_minimum(qf acc, qf m, float sum) { return qf_fnma(m, qf_set1(sum), acc); }
 
-// direct_<format>(src, stride, nb, s, m, x, acc): acc with the products of nb x 32 columns of the
-// rows added; s, m: what scales_<format> gives for them, [groups][NR].
-INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                      const xrow *x, qf acc) {
-    places r = places_of(src, stride);
-    for (int b = 0; b < nb; b++, r.a += 18, r.b += 18) {
-        fetch_lines(src + b * stride, 8 * 18);
-        const __m256i xl = x_twice(x->q + 32 * b), xh = x_twice(x->q + 32 * b + 16);
-        __m256i v[4];
+// Scales of eight blocks of Q4_0 in each row: h[block][row].
+INLINE void scales_of_18(const places *r, uint16_t h[8][QF]) {
+    __m256i rows[8], p[4];
+#    pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) { // 32 bytes hold two: even blocks below, odd ones above
+#    define BYTES(at) _mm256_loadu_si256((const __m256i *)(place(r, i) + at))
+        const __m256i a = _mm256_blend_epi32(BYTES(0), BYTES(32), 0x22);
+        rows[i] = _mm256_blend_epi32(_mm256_blend_epi32(a, BYTES(64), 0x44), BYTES(96), 0x88);
+#    undef BYTES
+    }
 #    pragma GCC unroll 4
-        for (int p = 0; p < 4; p++) {
-            const __m256i w = row_pair(&r, 2, p);
-            v[p] = _mm256_add_epi16(_mm256_maddubs_epi16(low_four(w), xl),
-                                    _mm256_maddubs_epi16(high_four(w), xh));
+    for (int i = 0; i < 4; i++)
+        p[i] = _mm256_blend_epi16(_mm256_permute2x128_si256(rows[i], rows[i + 4], 0x20),
+                                  _mm256_permute2x128_si256(rows[i], rows[i + 4], 0x31), 0xaa);
+    const __m256i a = _mm256_unpacklo_epi16(p[0], p[1]), b = _mm256_unpacklo_epi16(p[2], p[3]),
+                  c = _mm256_unpackhi_epi16(p[0], p[1]), d = _mm256_unpackhi_epi16(p[2], p[3]);
+    const __m256i two[4] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b),
+                            _mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d)};
+#    pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        _mm256_store_si256((__m256i *)h + i, _mm256_permute4x64_epi64(two[i], 0xd8));
+}
+
+// direct_<format>(src, stride, blocks, x): products of one x row with eight rows of blocks x 32
+// columns.
+INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
+    qf acc = qf_zero();
+    places r = places_of(src, stride);
+    for (int64_t c = 0; c < blocks; c += 8) {
+        const int nb = (int)(blocks - c < 8 ? blocks - c : 8);
+        _Alignas(32) uint16_t h[8][QF];
+        if (nb == 8) {
+            scales_of_18(&r, h);
+        } else {
+            for (int b = 0; b < nb; b++)
+                for (int i = 0; i < QF; i++) h[b][i] = qrt_u16(r.a + i * stride + 18 * b);
         }
-        acc = add_block(acc, join_4_bits(v), s + b * NR, x->d[b]);
-        acc = take_minimum(acc, qf_load(m + b * NR), x->s[b]);
+        const uint8_t *ahead = r.a;
+        for (int b = 0; b < nb; b++, ahead += stride) {
+            fetch_lines(ahead, 8 * 18);
+            const __m256i xl = x_twice(x.q + 32 * b), xh = x_twice(x.q + 32 * b + 16);
+            __m256i v[4];
+#    pragma GCC unroll 4
+            for (int p = 0; p < 4; p++) {
+                const __m256i w = row_pair(&r, 2, p);
+                v[p] = _mm256_add_epi16(_mm256_maddubs_epi16(low_four(w), xl),
+                                        _mm256_maddubs_epi16(high_four(w), xh));
+                HOLD(v[p]);
+            }
+            const qf s = qf_from_f16(h[b]);
+            acc = qf_fma(qf_mul(ilane_float(join_4_bits(v)), s), qf_set1(x.d[b]), acc);
+            acc = take_minimum(acc, qf_mul(s, qf_set1(8)), x.s[b]);
+            r.a += 18, r.b += 18;
+        }
+        x.q += 256, x.d += 8, x.s += 8;
     }
     return acc;
 }
 
 // over: 0, or what the panels of the level that asks add to each weight.
-INLINE qf direct_int8(const uint8_t *src, int64_t stride, int nb, const float *s, const xrow *x,
-                      const int over, qf acc) {
+INLINE qf direct_int8(const uint8_t *src, int64_t stride, int64_t blocks, const int over, xrow x) {
+    qf acc = qf_zero();
     places r = places_of(src, stride);
-    for (int b = 0; b < nb; b++, r.a += 34, r.b += 34) {
-        fetch_lines(src + b * stride, 8 * 34);
-        const __m256i xs[2] = {x_twice(x->q + 32 * b), x_twice(x->q + 32 * b + 16)};
+    for (int64_t b = 0; b < blocks; b++, r.a += 34, r.b += 34) {
+        fetch_lines(r.a + b % 8 * (stride - 34), 8 * 34); // of eight blocks, a row at each
+        const __m256i xs[2] = {x_twice(x.q + 32 * b), x_twice(x.q + 32 * b + 16)};
         __m256i v[4];
 #    pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
@@ -123,6 +167,7 @@ INLINE qf direct_int8(const uint8_t *src, int64_t stride, int nb, const float *s
             HOLD(v[p]);
         }
         __m256i sums = join_32(v);
+        const qf s = qf_halves(r.a, stride);
         if (over) {
             const __m256i all = _mm256_set1_epi8(1);
             __m256i of_x = pair_sums(_mm256_add_epi16(_mm256_maddubs_epi16(all, xs[0]),
@@ -131,48 +176,62 @@ INLINE qf direct_int8(const uint8_t *src, int64_t stride, int nb, const float *s
             of_x = _mm256_hadd_epi32(of_x, of_x);
             sums = _mm256_add_epi32(sums, _mm256_mullo_epi32(of_x, _mm256_set1_epi32(over)));
         }
-        acc = add_block(acc, sums, s + b * NR, x->d[b]);
-        if (over)
-            acc = take_minimum(acc, qf_mul(qf_set1((float)over), qf_load(s + b * NR)), x->s[b]);
+        acc = qf_fma(qf_mul(ilane_float(sums), s), qf_set1(x.d[b]), acc);
+        if (over) acc = take_minimum(acc, qf_mul(qf_set1((float)over), s), x.s[b]);
     }
     return acc;
 }
-INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                      const xrow *x, qf acc) {
-    (void)m;
-    return direct_int8(src, stride, nb, s, x, 0, acc);
+INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
+    return direct_int8(src, stride, blocks, 0, x);
 }
-INLINE qf direct_q8_0_unsigned(const uint8_t *src, int64_t stride, int nb, const float *s,
-                               const float *m, const xrow *x, qf acc) {
-    (void)m;
-    return direct_int8(src, stride, nb, s, x, UNSIGNED_OFF, acc);
+INLINE qf direct_q8_0_unsigned(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
+    return direct_int8(src, stride, blocks, UNSIGNED_OFF, x);
 }
 
-// Columns 64 i to 64 i + 63: 32 bytes of qs. fifth: Q5_K, bits 2 i and 2 i + 1 of qh belong to
-// them.
-INLINE qf direct_nibbles_k(places *r, const int i, const bool fifth, const float *s, const float *m,
-                           const xrow *x, qf acc) {
-    const int qs = (fifth ? 48 : 16) + 32 * i, b = 2 * i;
+// Byte `at` of the words of eight rows: as int16 twice in each word, and as int32.
+INLINE __m256i byte_twice(__m256i words, const int at) {
+    const int n = -128;
+#    define QUAD(i) (char)(4 * i + at), n, (char)(4 * i + at), n
+    return _mm256_shuffle_epi8(words, _mm256_setr_epi8(QUAD(0), QUAD(1), QUAD(2), QUAD(3), QUAD(0),
+                                                       QUAD(1), QUAD(2), QUAD(3)));
+#    undef QUAD
+}
+INLINE __m256i byte_of(__m256i words, const int at) {
+    return _mm256_and_si256(_mm256_srli_epi32(words, 8 * at), _mm256_set1_epi32(255));
+}
+
+// Of a block of Q4_K or Q5_K in each row: integer scales, four to a word; d; minima.
+typedef struct {
+    __m256i scales[2];
+    qf d, m[8];
+} scales_k;
+INLINE void scales_of_k(const uint8_t *src, int64_t stride, scales_k *to) {
+    wv h[4];
+    qf dmin;
+    wv_rows(src, stride, h);
+    qf_of_pairs(h[0], &to->d, &dmin);
+    to->scales[0] = (__m256i)(h[1] & 0x3f3f3f3fu);
+    to->scales[1] = (__m256i)(low_nibbles(h[3]) | (h[1] >> 2 & 0x30303030u));
+    const wv mn[2] = {h[2] & 0x3f3f3f3fu, high_nibbles(h[3]) | (h[2] >> 2 & 0x30303030u)};
+#    pragma GCC unroll 8
+    for (int b = 0; b < 8; b++)
+        to->m[b] = qf_mul(dmin, ilane_float(byte_of((__m256i)mn[b / 4], b % 4)));
+}
+
+// Columns 64 i to 64 i + 63 of Q4_K, 32 bytes of qs: sums of the low and of the high nibbles, as
+// pairs of int16.
+INLINE void direct_64_of_4(places *r, const int i, const int8_t *x, __m256i sums[2]) {
     __m256i low[4], high[4];
-    fetch_two(r, i, fifth ? 176 : 144);
+    fetch_two(r, i, 144);
 #    pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         forget_sums(r);
-        const __m256i xl = x_twice(x->q + 64 * i + 16 * half),
-                      xh = x_twice(x->q + 64 * i + 32 + 16 * half);
+        const __m256i xl = x_twice(x + 64 * i + 16 * half),
+                      xh = x_twice(x + 64 * i + 32 + 16 * half);
 #    pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
-            const __m256i w = row_pair(r, qs + 16 * half, p);
+            const __m256i w = row_pair(r, 16 + 32 * i + 16 * half, p);
             __m256i a = low_four(w), b = high_four(w);
-            if (fifth) {
-                const __m256i bit = _mm256_set1_epi8(16), h = row_pair(r, 16 + 16 * half, p);
-                const __m256i ha =
-                    i < 2 ? _mm256_slli_epi16(h, 4 - 2 * i) : _mm256_srli_epi16(h, 2 * i - 4);
-                const __m256i hb =
-                    i < 2 ? _mm256_slli_epi16(h, 3 - 2 * i) : _mm256_srli_epi16(h, 2 * i - 3);
-                a = _mm256_or_si256(a, _mm256_and_si256(ha, bit));
-                b = _mm256_or_si256(b, _mm256_and_si256(hb, bit));
-            }
             a = _mm256_maddubs_epi16(a, xl), b = _mm256_maddubs_epi16(b, xh);
             low[p] = half ? _mm256_add_epi16(low[p], a) : a;
             high[p] = half ? _mm256_add_epi16(high[p], b) : b;
@@ -180,81 +239,220 @@ INLINE qf direct_nibbles_k(places *r, const int i, const bool fifth, const float
             HOLD(high[p]);
         }
     }
-    acc = add_block(acc, fifth ? join_6_bits(low) : join_4_bits(low), s + b * NR, x->d[b]);
-    acc = take_minimum(acc, qf_load(m + b * NR), x->s[b]);
-    acc = add_block(acc, fifth ? join_6_bits(high) : join_4_bits(high), s + (b + 1) * NR,
-                    x->d[b + 1]);
-    return take_minimum(acc, qf_load(m + (b + 1) * NR), x->s[b + 1]);
+    const __m256i a = JOIN(16, low, 0), b = JOIN(16, low, 2);
+    sums[0] = JOIN_QUARTERS(16, a, b);
+    const __m256i c = JOIN(16, high, 0), d = JOIN(16, high, 2);
+    sums[1] = JOIN_QUARTERS(16, c, d);
 }
-
-INLINE qf direct_q4_k(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                      const xrow *x, qf acc) {
-    (void)nb;
-    places r = places_of(src, stride);
-#    pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) acc = direct_nibbles_k(&r, i, false, s, m, x, acc);
+// d * scale * sum as (scale * sum) * d: scale * sum is an integer below 2^24, so either way only
+// the result is rounded.
+INLINE qf add_4_bits(const __m256i sums, const scales_k *k, const int b, const float *d,
+                     const float *s, qf acc) {
+    const __m256i scaled = _mm256_madd_epi16(sums, byte_twice(k->scales[b / 4], b % 4));
+    acc = qf_fma(qf_mul(ilane_float(scaled), k->d), qf_set1(d[b]), acc);
+    acc = take_minimum(acc, k->m[b], s[b]);
+    HOLD(acc);
     return acc;
 }
 
-INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                      const xrow *x, qf acc) {
-    (void)nb;
+INLINE qf direct_q4_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
+    qf acc = qf_zero();
     places r = places_of(src, stride);
+    for (int64_t c = 0; c < blocks / 8; c++) {
+        scales_k k;
+        scales_of_k(r.a, stride, &k);
 #    pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) acc = direct_nibbles_k(&r, i, true, s, m, x, acc);
+        for (int i = 0; i < 4; i++) {
+            __m256i sums[2];
+            direct_64_of_4(&r, i, x.q, sums);
+            acc = add_4_bits(sums[0], &k, 2 * i, x.d, x.s, acc);
+            acc = add_4_bits(sums[1], &k, 2 * i + 1, x.d, x.s, acc);
+        }
+        x.q += 256, x.d += 8, x.s += 8;
+        r.a += 144, r.b += 144;
+    }
     return acc;
 }
 
-// 16 columns of two quarters of half a block, low and high nibbles from ql on. second: they are the
-// second and the fourth.
-INLINE void direct_quarters(places *r, int ql, int qh, const int second, const int8_t *q,
-                            __m256i *low_sums, __m256i *high_sums) {
-    const __m256i upper = _mm256_set1_epi8(0x30), xl = x_twice(q), xh = x_twice(q + 64);
+// Columns 64 i to 64 i + 63 of Q5_K: 32 bytes of qs; bits 2 i and 2 i + 1 of qh belong to them.
+INLINE void direct_64_of_5(places *r, const int i, const int8_t *x, __m256i sums[2]) {
+    const int qs = 48 + 32 * i;
+    const __m256i bit = _mm256_set1_epi8(16);
     __m256i low[4], high[4];
-    forget_sums(r);
+    fetch_two(r, i, 176);
+#    pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        forget_sums(r);
+        const __m256i xl = x_twice(x + 64 * i + 16 * half),
+                      xh = x_twice(x + 64 * i + 32 + 16 * half);
 #    pragma GCC unroll 4
-    for (int p = 0; p < 4; p++) {
-        const __m256i h = row_pair(r, qh, p), w = row_pair(r, ql, p);
-        const __m256i ha = _mm256_slli_epi16(h, second ? 2 : 4);
-        const __m256i hb = second ? _mm256_srli_epi16(h, 2) : h;
-        low[p] =
-            _mm256_maddubs_epi16(_mm256_or_si256(low_four(w), _mm256_and_si256(ha, upper)), xl);
-        high[p] =
-            _mm256_maddubs_epi16(_mm256_or_si256(high_four(w), _mm256_and_si256(hb, upper)), xh);
-        HOLD(low[p]);
-        HOLD(high[p]);
+        for (int p = 0; p < 4; p++) {
+            const __m256i w = row_pair(r, qs + 16 * half, p), h = row_pair(r, 16 + 16 * half, p);
+            const __m256i ha =
+                i < 2 ? _mm256_slli_epi16(h, 4 - 2 * i) : _mm256_srli_epi16(h, 2 * i - 4);
+            const __m256i hb =
+                i < 2 ? _mm256_slli_epi16(h, 3 - 2 * i) : _mm256_srli_epi16(h, 2 * i - 3);
+            __m256i a = _mm256_or_si256(low_four(w), _mm256_and_si256(ha, bit));
+            __m256i b = _mm256_or_si256(high_four(w), _mm256_and_si256(hb, bit));
+            a = _mm256_maddubs_epi16(a, xl), b = _mm256_maddubs_epi16(b, xh);
+            low[p] = half ? _mm256_add_epi16(low[p], a) : a;
+            high[p] = half ? _mm256_add_epi16(high[p], b) : b;
+            HOLD(low[p]);
+            HOLD(high[p]);
+        }
     }
-    *low_sums = join_6_bits(low);
-    *high_sums = join_6_bits(high);
-    HOLD(*low_sums);
-    HOLD(*high_sums);
+    sums[0] = join_6_bits(low);
+    sums[1] = join_6_bits(high);
 }
 
-INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int nb, const float *s, const float *m,
-                      const xrow *x, qf acc) {
-    (void)nb;
+INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
+    qf acc = qf_zero();
     places r = places_of(src, stride);
-#    pragma GCC unroll 2
-    for (int n = 0; n < 2; n++) {
-        __m256i sums[8]; // of 16 columns each
-#    pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            const int ql = 64 * n + 16 * half, qh = 128 + 32 * n + 16 * half;
-            const int8_t *q = x->q + 128 * n + 16 * half;
-            fetch_two(&r, 2 * n + half, 210);
-            direct_quarters(&r, ql, qh, 0, q, sums + half, sums + 4 + half);
-            direct_quarters(&r, ql + 32, qh, 1, q + 32, sums + 2 + half, sums + 6 + half);
-        }
+    for (int64_t c = 0; c < blocks / 8; c++) {
+        scales_k k;
+        scales_of_k(r.a, stride, &k);
 #    pragma GCC unroll 4
-        for (int b = 0; b < 4; b++) {
-            const int g = 8 * n + 2 * b;
-            const qf f = qf_fma(ilane_float(sums[2 * b + 1]), qf_load(s + (g + 1) * NR),
-                                qf_mul(ilane_float(sums[2 * b]), qf_load(s + g * NR)));
-            acc = qf_fma(f, qf_set1(x->d[4 * n + b]), acc);
-            acc = take_minimum(acc, qf_load(m + g * NR), x->s[g]);
-            acc = take_minimum(acc, qf_load(m + (g + 1) * NR), x->s[g + 1]);
+        for (int i = 0; i < 4; i++) {
+            __m256i sums[2];
+            direct_64_of_5(&r, i, x.q, sums);
+#    pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
+                const int b = 2 * i + j;
+                const qf s = qf_mul(k.d, ilane_float(byte_of(k.scales[b / 4], b % 4)));
+                acc = qf_fma(qf_mul(ilane_float(sums[j]), s), qf_set1(x.d[b]), acc);
+                acc = take_minimum(acc, k.m[b], x.s[b]);
+                HOLD(acc);
+            }
         }
+        x.q += 256, x.d += 8, x.s += 8;
+        r.a += 176, r.b += 176;
     }
+    return acc;
+}
+
+// Half a block of Q6_K in four rows, from l (in ql) and h (in qh) on. o[k]: sums of quarter k as
+// int32, of its first 16 columns below and of the others above, in the order of the rows. In
+// assembly, as at any other order the compiler spills: 15 of 16 registers. A row: a and b get 64
+// bytes of ql, c 32 bytes of qh, u the weights of one quarter after another, which TIMES(k) takes.
+#    define SIX_ROW(AT, TIMES)                                                                     \
+        "vmovdqu (%[l]" AT "), %[a]\n\t"                                                           \
+        "vmovdqu 32(%[l]" AT "), %[b]\n\t"                                                         \
+        "vmovdqu (%[h]" AT "), %[c]\n\t"                                                           \
+        "vpsllw $4, %[c], %[t]\n\t"                                                                \
+        "vpand %[nibble], %[a], %[u]\n\t"                                                          \
+        "vpand %[upper], %[t], %[t]\n\t"                                                           \
+        "vpor %[t], %[u], %[u]\n\t" TIMES(0) "vpsllw $2, %[c], %[t]\n\t"                           \
+                                             "vpand %[nibble], %[b], %[u]\n\t"                     \
+                                             "vpand %[upper], %[t], %[t]\n\t"                      \
+                                             "vpor %[t], %[u], %[u]\n\t" TIMES(                    \
+                                                 1) "vpsrlw $4, %[a], %[a]\n\t"                    \
+                                                    "vpand %[upper], %[c], %[u]\n\t"               \
+                                                    "vpand %[nibble], %[a], %[a]\n\t"              \
+                                                    "vpor %[a], %[u], %[u]\n\t" TIMES(             \
+                                                        2) "vpsrlw $4, %[b], %[b]\n\t"             \
+                                                           "vpsrlw $2, %[c], %[c]\n\t"             \
+                                                           "vpand %[nibble], %[b], %[b]\n\t"       \
+                                                           "vpand %[upper], %[c], %[u]\n\t"        \
+                                                           "vpor %[b], %[u], %[u]\n\t" TIMES(3)
+#    define SIX_FIRST(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[o" #K "]\n\t"
+#    define SIX_THIRD(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[w" #K "]\n\t"
+// Joined with the row before.
+#    define SIX_JOIN(V, K)                                                                         \
+        "vpmaddubsw 32*" #K "(%[x]), %[u], %[u]\n\t"                                               \
+        "vpunpckldq %[u], %[" #V #K "], %[t]\n\t"                                                  \
+        "vpunpckhdq %[u], %[" #V #K "], %[u]\n\t"                                                  \
+        "vpaddw %[t], %[u], %[u]\n\t"                                                              \
+        "vpmaddwd %[ones], %[u], %[" #V #K "]\n\t"
+#    define SIX_SECOND(K) SIX_JOIN(o, K)
+#    define SIX_FOURTH(K)                                                                          \
+        SIX_JOIN(w, K)                                                                             \
+        "vpunpcklqdq %[w" #K "], %[o" #K "], %[t]\n\t"                                             \
+        "vpunpckhqdq %[w" #K "], %[o" #K "], %[u]\n\t"                                             \
+        "vpaddd %[t], %[u], %[o" #K "]\n\t"
+INLINE void four_rows_6_bits(const uint8_t *l, const uint8_t *h, int64_t one, int64_t three,
+                             const int8_t *x, __m256i o[4]) {
+    const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30),
+                  ones = _mm256_set1_epi16(1);
+    __m256i w0, w1, w2, w3, a, b, c, t, u;
+    __asm__(SIX_ROW("", SIX_FIRST) SIX_ROW(",%[one]", SIX_SECOND) SIX_ROW(",%[one],2", SIX_THIRD)
+                SIX_ROW(",%[three]", SIX_FOURTH)
+            : [o0] "=&x"(o[0]), [o1] "=&x"(o[1]), [o2] "=&x"(o[2]), [o3] "=&x"(o[3]),
+              [w0] "=&x"(w0), [w1] "=&x"(w1), [w2] "=&x"(w2), [w3] "=&x"(w3), [a] "=&x"(a),
+              [b] "=&x"(b), [c] "=&x"(c), [t] "=&x"(t), [u] "=&x"(u)
+            : [l] "r"(l), [h] "r"(h), [one] "r"(one), [three] "r"(three), [x] "r"(x),
+              [nibble] "x"(nibble), [upper] "x"(upper), [ones] "m"(ones),
+              "m"(*(const int8_t (*)[128])x));
+}
+
+// Scales of a block of Q6_K: [group][row].
+INLINE void scales_by_group(const places *r, int8_t to[16][QF]) {
+    const __m256i p0 = row_pair(r, 192, 0), p1 = row_pair(r, 192, 1), p2 = row_pair(r, 192, 2),
+                  p3 = row_pair(r, 192, 3);
+    const __m256i lo01 = _mm256_unpacklo_epi8(p0, p1), lo23 = _mm256_unpacklo_epi8(p2, p3),
+                  hi01 = _mm256_unpackhi_epi8(p0, p1), hi23 = _mm256_unpackhi_epi8(p2, p3);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i u[4] = {_mm256_unpacklo_epi16(lo01, lo23), _mm256_unpackhi_epi16(lo01, lo23),
+                          _mm256_unpacklo_epi16(hi01, hi23), _mm256_unpackhi_epi16(hi01, hi23)};
+#    pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        _mm256_store_si256((__m256i *)to + i, _mm256_permutevar8x32_epi32(u[i], order));
+}
+INLINE qf times_scales(qf d, const int8_t scales[QF]) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)scales);
+    return qf_mul(d, ilane_float(_mm256_cvtepi8_epi32(bytes)));
+}
+
+// Columns 32 b to 32 b + 31 of half a block, whose sums are four_rows_6_bits' of rows 0 to 3 and of
+// rows 4 to 7; scales, dx, s: the half's. d has the factor 32 of the minima, so dx is divided by
+// it: powers of two, which change no bit of the rest.
+INLINE qf add_6_bits(const __m256i sums[2][4], const int b, const int8_t scales[8][QF], qf d,
+                     const float *dx, const float *s, qf acc) {
+    const __m256i low = _mm256_load_si256(&sums[0][b]), high = _mm256_load_si256(&sums[1][b]);
+    const __m256i mid = _mm256_permute2x128_si256(low, high, 0x21);
+    const __m256i i0 = _mm256_blend_epi32(low, mid, 0xf0), i1 = _mm256_blend_epi32(mid, high, 0xf0);
+    const qf m0 = times_scales(d, scales[2 * b]), m1 = times_scales(d, scales[2 * b + 1]);
+    const qf f = qf_fma(ilane_float(i1), m1, qf_mul(ilane_float(i0), m0));
+    acc = qf_fma(f, qf_set1(dx[b]), acc);
+    acc = take_minimum(acc, m0, s[2 * b]);
+    acc = take_minimum(acc, m1, s[2 * b + 1]);
+    HOLD(acc);
+    return acc;
+}
+
+// The float sums are a chain, each waits for the one before: so those of half a block come among
+// the products of the next half.
+INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
+    qf acc = qf_zero(), d = qf_zero();
+    places r = places_of(src, stride);
+    _Alignas(32) int8_t scales[16][QF];
+    float dx[8];
+    __m256i sums[2][2][4];
+    int64_t c = 0;
+    do {
+#    pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            if (n) {
+                scales_by_group(&r, scales);
+                d = qf_mul(qf_halves(r.a + 208, stride), qf_set1(32));
+                qf_store(dx, qf_mul(qf_load(x.d), qf_set1(1 / 32.0f)));
+            }
+#    pragma GCC unroll 2
+            for (int rows = 0; rows < 2; rows++) {
+                const uint8_t *from = rows ? r.b : r.a;
+                fetch_two(&r, 2 * n + rows, 210);
+                four_rows_6_bits(from + 64 * n, from + 128 + 32 * n, r.one, r.three, x.q + 128 * n,
+                                 sums[n][rows]);
+#    pragma GCC unroll 2
+                for (int b = 2 * rows; b < 2 * rows + 2; b++) {
+                    if (n) acc = add_6_bits(sums[0], b, scales, d, dx, x.s, acc);
+                    else if (c) acc = add_6_bits(sums[1], b, scales + 8, d, dx + 4, x.s - 8, acc);
+                }
+            }
+        }
+        x.q += 256, x.d += 8, x.s += 16;
+        r.a += 210, r.b += 210;
+    } while (++c < blocks / 8);
+    for (int b = 0; b < 4; b++) acc = add_6_bits(sums[1], b, scales + 8, d, dx + 4, x.s - 8, acc);
     return acc;
 }
 #endif

@@ -205,15 +205,18 @@ INLINE int64_t product_far(const product *p, int64_t row0, int64_t rows, scales_
                                256 / name##_elements * name##_bytes);                              \
         }
 #    define DIRECT(suffix, name)                                                                   \
-        INLINE void direct_columns_##suffix(const product *p, const uint8_t *src, int64_t stride,  \
-                                            int nb, int64_t b, const float *s, const float *m,     \
-                                            qf *acc) {                                             \
-            for (int i = 0; i < p->n; i++) {                                                       \
-                const xrow x = x_row(p->x, p->x_rows[i], b, name##_group);                         \
-                acc[i] = direct_##suffix(src, stride, nb, s, m, &x, acc[i]);                       \
+        static int64_t direct_product_##suffix(const product *p, int64_t row0, int64_t rows) {     \
+            const int64_t each = rows / QF, bytes = p->w->row_bytes, blocks = p->w->cols / 32;     \
+            for (int64_t r = row0; r < row0 + each; r++) {                                         \
+                for (int i = 0; i < p->n; i++) {                                                   \
+                    const xrow x = x_row(p->x, p->x_rows[i], 0, name##_group);                     \
+                    float y[QF];                                                                   \
+                    qf_store(y, direct_##suffix(p->data + r * bytes, each * bytes, blocks, x));    \
+                    store_rows(p, i, r, each, y, QF);                                              \
+                }                                                                                  \
             }                                                                                      \
-        }                                                                                          \
-        FAR(direct, suffix, name)
+            return each * QF;                                                                      \
+        }
 #    define X(NAME, name) DIRECT(name, name)
 DIRECT_FORMATS(X)
 #    undef X
