@@ -334,26 +334,21 @@ INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
 // int32, of its first 16 columns below and of the others above, in the order of the rows. In
 // assembly, as at any other order the compiler spills: 15 of 16 registers. A row: a and b get 64
 // bytes of ql, c 32 bytes of qh, u the weights of one quarter after another, which TIMES(k) takes.
+#    define SIX_LOW(SHIFT, L, K, TIMES)                                                            \
+        "vpsllw $" #SHIFT ", %[c], %[t]\n\t"                                                       \
+        "vpand %[nibble], %[" #L "], %[u]\n\t"                                                     \
+        "vpand %[upper], %[t], %[t]\n\t"                                                           \
+        "vpor %[t], %[u], %[u]\n\t" TIMES(K)
+#    define SIX_HIGH(L, K, TIMES)                                                                  \
+        "vpsrlw $4, %[" #L "], %[" #L "]\n\t"                                                      \
+        "vpand %[upper], %[c], %[u]\n\t"                                                           \
+        "vpand %[nibble], %[" #L "], %[" #L "]\n\t"                                                \
+        "vpor %[" #L "], %[u], %[u]\n\t" TIMES(K)
 #    define SIX_ROW(AT, TIMES)                                                                     \
         "vmovdqu (%[l]" AT "), %[a]\n\t"                                                           \
         "vmovdqu 32(%[l]" AT "), %[b]\n\t"                                                         \
-        "vmovdqu (%[h]" AT "), %[c]\n\t"                                                           \
-        "vpsllw $4, %[c], %[t]\n\t"                                                                \
-        "vpand %[nibble], %[a], %[u]\n\t"                                                          \
-        "vpand %[upper], %[t], %[t]\n\t"                                                           \
-        "vpor %[t], %[u], %[u]\n\t" TIMES(0) "vpsllw $2, %[c], %[t]\n\t"                           \
-                                             "vpand %[nibble], %[b], %[u]\n\t"                     \
-                                             "vpand %[upper], %[t], %[t]\n\t"                      \
-                                             "vpor %[t], %[u], %[u]\n\t" TIMES(                    \
-                                                 1) "vpsrlw $4, %[a], %[a]\n\t"                    \
-                                                    "vpand %[upper], %[c], %[u]\n\t"               \
-                                                    "vpand %[nibble], %[a], %[a]\n\t"              \
-                                                    "vpor %[a], %[u], %[u]\n\t" TIMES(             \
-                                                        2) "vpsrlw $4, %[b], %[b]\n\t"             \
-                                                           "vpsrlw $2, %[c], %[c]\n\t"             \
-                                                           "vpand %[nibble], %[b], %[b]\n\t"       \
-                                                           "vpand %[upper], %[c], %[u]\n\t"        \
-                                                           "vpor %[b], %[u], %[u]\n\t" TIMES(3)
+        "vmovdqu (%[h]" AT "), %[c]\n\t" SIX_LOW(4, a, 0, TIMES) SIX_LOW(2, b, 1, TIMES)           \
+            SIX_HIGH(a, 2, TIMES) "vpsrlw $2, %[c], %[c]\n\t" SIX_HIGH(b, 3, TIMES)
 #    define SIX_FIRST(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[o" #K "]\n\t"
 #    define SIX_THIRD(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[w" #K "]\n\t"
 // Joined with the row before.
