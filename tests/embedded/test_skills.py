@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,28 @@ def test_tools_offered_without_need_are_not_called() -> None:
         assert sample.tools
         if "=" in sample.must[0]:
             assert {t["function"]["name"] for t in sample.tools}.isdisjoint(calculators)
+
+
+def test_earlier_requests_are_refused_only_if_no_tool_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    beyond = skills._request_beyond
+    refused = 0
+
+    def check(tools: Sequence[families.Tool], *rest: Any) -> Any:
+        nonlocal refused
+        request = beyond(tools, *rest)
+        refused += bool(tools)
+        assert request.tool.name not in {t.name for t in tools}
+        offered = {t.family.id for t in tools}
+        assert "search" not in offered
+        assert request.tool.family.id == "made_up" or request.tool.family.id not in offered
+        return request
+
+    monkeypatch.setattr(skills, "_request_beyond", check)
+    samples = draw("tool_calls")
+    assert sum(m["content"] == skills.NO_TOOL for s in samples for m in s.messages) == refused > COUNT / 10
+    refused = 0
+    draw("tool_calls", held_out=True)
+    assert refused == 0
 
 
 def test_names_of_tools_belong_to_one_family() -> None:

@@ -26,15 +26,15 @@ TEMPLATE = Path(__file__).with_name("template.jinja")
 # Weight of each kind in training. Facts of unknown.toml stand for everything else, so they have a weight of their own.
 # Saying a text back is short and teaches the copying that calls need.
 MIXTURE = {
-    "fact": 1.3,
-    "unknown": 0.14,
+    "fact": 1.25,
+    "unknown": 0.16,
     "sum": 0.12,
     "repeat": 0.36,
-    "tool": 0.45,
+    "tool": 0.6,
     "tool_answer": 0.03,
-    "no_fit": 0.08,
-    "missing": 0.03,
-    "no_tool": 0.04,
+    "no_fit": 0.2,
+    "missing": 0.06,
+    "no_tool": 0.05,
     "thought": 0.05,
 }
 WITH_TOOLS = ("tool", "tool_answer", "no_fit", "missing", "no_tool", "thought")

@@ -27,6 +27,7 @@ SYSTEMS = (
     "Answer briefly.",
     "Be short and exact.",
 )
+REFUSED_SHARE = 0.25  # of earlier requests in training
 PREFIXES = ("please ", "hey, ", "hi, ", "ok, ", "hello, ", "now ", "so, ")
 
 
@@ -171,11 +172,8 @@ def _answer(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
 
 
 def _no_fit(rng: random.Random, held_out: bool, thinking: bool) -> Sample:
-    request = _request(_pick(rng), rng, held_out)
-    # A sum needs no calculator, and searching the web fits nearly everything.
-    while request.tool.family.id == "calculator" and "+" in str(request.values["expression"].argument):
-        request = _request(_pick(rng), rng, held_out)
-    others = _others(rng, rng.randint(1, 3), (request.tool.family.id, "search"), request.tool)
+    request = _request_beyond((), rng, held_out)
+    others = _others(rng, rng.randint(1, 3), (request.tool.family.id, "search"), request.tool)  # a search fits all
     bare = rng.random() < 0.2 and request.tool.family.id not in ("made_up", "calculator") and not thinking
     answer = _assistant(NO_TOOL, "None of the tools does that." if thinking else "")
     earlier = [] if bare else _earlier(others, rng, held_out)
@@ -201,6 +199,20 @@ def _pick(rng: random.Random) -> Family:
 def _request(family: Family, rng: random.Random, held_out: bool) -> _Request:
     tool = offer(family, rng)
     return _ask_of(tool, rng, held_out)
+
+
+def _request_beyond(tools: Sequence[Tool], rng: random.Random, held_out: bool) -> _Request:
+    """A request that none of the tools fits; half of those beside a made-up tool are for one that is like it."""
+    offered = {t.family.names[0] for t in tools}
+    made_up = [t.family for t in tools if t.family.id == "made_up"]
+    while True:
+        family = made_up_family(rng, made_up[0]) if made_up and rng.random() < 0.5 else _pick(rng)
+        if family.names[0] in offered:
+            continue
+        request = _request(family, rng, held_out)
+        # A sum needs no calculator.
+        if family.id != "calculator" or "+" not in str(request.values["expression"].argument):
+            return request
 
 
 def _ask_of(tool: Tool, rng: random.Random, held_out: bool) -> _Request:
@@ -241,11 +253,19 @@ def _others(rng: random.Random, count: int, barred: Sequence[str], near: Tool | 
 
 
 def _earlier(tools: Sequence[Tool], rng: random.Random, held_out: bool) -> list[dict[str, Any]]:
-    """Earlier requests for the tools offered. Often in training: one list of tools then teaches several calls."""
+    """Earlier requests for the tools offered. Often in training: one list of tools then teaches several calls.
+
+    Some are for a tool that is not offered, unless there is a search, which fits nearly everything.
+    """
     messages: list[dict[str, Any]] = []
+    searches = any(t.family.id == "search" for t in tools)
     if rng.random() < (0.1 if held_out else 0.6):
         for _ in range(1 if held_out else rng.randint(1, 4)):
-            messages += _exchange(_ask_of(rng.choice(tools), rng, held_out), rng)
+            if held_out or searches or rng.random() >= REFUSED_SHARE:
+                messages += _exchange(_ask_of(rng.choice(tools), rng, held_out), rng)
+            else:
+                request = _request_beyond(tools, rng, held_out)
+                messages += [_user(request.text(rng)), _assistant(NO_TOOL)]
     return messages
 
 
