@@ -45,6 +45,16 @@ def test_b76_hostile_values_are_refused_by_name(name: str, value: Any) -> None:
     assert len(str(refused.value)) < 200
 
 
+@pytest.mark.parametrize(
+    ("biases", "text"),
+    [({500: 1.0}, "token ids are integers from 0 to 499"), ({3: 101.0}, "biases are numbers from -100 to 100")],
+)
+def test_a_refused_bias_says_whether_its_token_or_its_value_is_at_fault(biases: dict[int, float], text: str) -> None:
+    with pytest.raises(RequestError, match=text) as refused:
+        SamplingParams(logit_bias=biases).validate(500)
+    assert refused.value.param == "logit_bias"
+
+
 ACCEPTED: list[tuple[str, Any]] = [
     *((name, value) for name in NUMBERS[:3] for value in (0, 1, 0.5)),
     *((name, value) for name in NUMBERS[3:5] for value in (-2, 0, 2)),

@@ -76,8 +76,12 @@ def _refused(name: str, legal: str) -> RequestError:
     return RequestError(f"{name} must be {legal}", name)
 
 
+def _is_number(value: object, low: float, high: float) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
+
+
 def _number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if not _is_number(value, low, high):
         raise _refused(name, f"a number from {low:g} to {high:g}")
 
 
@@ -107,9 +111,11 @@ def _check_bias(biases: object, n_vocab: int, limits: SamplingLimits) -> None:
     if not isinstance(biases, Mapping) or len(biases) > limits.max_biases:
         raise _refused("logit_bias", f"a map of at most {limits.max_biases} token ids to biases")
     for token, bias in biases.items():
-        _integer("logit_bias", token, 0, n_vocab - 1)
-        if bias is not False:
-            _number("logit_bias", bias, -limits.max_bias, limits.max_bias)
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < n_vocab:
+            raise _refused("logit_bias", f"a map whose token ids are integers from 0 to {n_vocab - 1}")
+        if bias is not False and not _is_number(bias, -limits.max_bias, limits.max_bias):
+            legal = f"numbers from {-limits.max_bias:g} to {limits.max_bias:g}, or false"
+            raise _refused("logit_bias", f"a map whose biases are {legal}")
 
 
 def fresh_seed() -> int:
