@@ -29,10 +29,11 @@ static size_t own_scratch(const qrt_op *op, const qrt_batch *b, const qrt_state 
     const int64_t rows = op->gathered ? b->n_out : b->n_rows;
     const qrt_view *q = &op->in[0];
     switch (op->kind) {
-    case QRT_LINEAR: return qrt_linear_scratch(rows, rows);
+    case QRT_LINEAR: return qrt_linear_scratch(rows, rows, op->parts[0].w.cols);
     case QRT_MOE_LINEAR: {
         const int64_t entries = rows * op->n[0];
-        return qrt_linear_scratch(2 * entries + op->parts[0].w.experts + 1, entries);
+        const qrt_tensor *w = &op->parts[0].w;
+        return qrt_linear_scratch(2 * entries + w->experts + 1, entries, w->cols);
     }
     case QRT_ROPE: return qrt_rope_scratch(op->n[0]);
     case QRT_CONV1D_SILU: return qrt_conv_scratch(s->conv_kernel);

@@ -91,7 +91,7 @@ INLINE void dots(const float *q, int64_t q_ld, int nq, const void *const *key, i
         qf k[4];
         for (int j = 0; j < nk; j++) k[j] = qf_stored(element(key[j], d, bytes), bytes);
         for (int i = 0; i < nq; i++) {
-            qf x = qf_load(q + i * q_ld + d);
+            const qf x = qf_held(qf_load(q + i * q_ld + d));
             for (int j = 0; j < nk; j++) acc[i][j] = qf_fma(x, k[j], acc[i][j]);
         }
     }

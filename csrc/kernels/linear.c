@@ -15,7 +15,6 @@ static int64_t piece_rows(int64_t rows, int64_t n, int threads) {
     const int64_t share = rows / (threads * (n <= QRT_FEW_X ? 4 : 8)) / 64 * 64;
     return share < 64 ? 64 : share > 512 ? 512 : share;
 }
-#define X_BYTES (320 * 1024) // of x kept in the second-level cache while all weights pass by
 
 // One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 +
 // rows) . x row x_rows[i].
@@ -137,13 +136,14 @@ static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t 
 QRT_QUANT_FORMATS(X)
 #undef X
 
-// scratch: pointers to the x rows, their sums, widened weights, results
+// scratch: pointers to the x rows, their sums, widened weights, results, x rows in bfloat16
 INLINE void product_float(const int format, const product *p, int64_t row0, int64_t rows,
                           uint8_t *scratch) {
-    const float **x = (const float **)scratch;
+    const void **x = (const void **)scratch;
     float *sums = (float *)(scratch + QRT_X_ROWS * sizeof *x), *wide = sums + p->n * FSET * QF;
     float *y = wide + FSET * QRT_WIDE;
     for (int64_t i = 0; i < p->n; i++) x[i] = p->xf + p->x_rows[i] * p->x_ld;
+    if (IN_PAIRS(format)) round_rows(x, p->n, p->w->cols, y + p->n * FSET);
     const int64_t spread = spread_sets(p, rows, FSET);
     row_set set;
     for (int64_t i = 0; set = set_of(i, spread, rows, FSET), set.n; i++) {
@@ -279,11 +279,8 @@ static void multiply(const qrt_kernels *k, const product *p, int64_t row0, int64
 }
 
 // ---------------------------------------------------------------- ops
-// x rows that stay in cache while all weights pass by; a multiple of the tiles.
 static int64_t x_block(const qrt_tensor *w, int64_t n) {
-    const int64_t bytes = w->cols * (w->format <= QRT_BF16 ? 4 : 1);
-    int64_t rows = X_BYTES / bytes / 12 * 12;
-    rows = rows < 24 ? 24 : rows > QRT_X_ROWS ? QRT_X_ROWS : rows;
+    const int64_t rows = qrt_x_rows(w->cols, w->format <= QRT_BF16 ? 4 : 1);
     return n < rows ? n : rows;
 }
 

@@ -10,16 +10,27 @@ static inline int64_t qrt_padded(int64_t n) {
     return (n + QRT_MAX_LANES - 1) / QRT_MAX_LANES * QRT_MAX_LANES;
 }
 
+// x rows that a product works on at a time: what they hold (`bytes` for each column) stays in the
+// second-level cache while all weights pass by. A multiple of the tiles.
+#define QRT_X_BYTES (320 * 1024)
+#define QRT_X_ROWS 252
+static inline int64_t qrt_x_rows(int64_t cols, int64_t bytes) {
+    const int64_t rows = QRT_X_BYTES / (cols * bytes) / 12 * 12;
+    return rows < 24 ? 24 : rows > QRT_X_ROWS ? QRT_X_ROWS : rows;
+}
+
 // linear, moe_linear: row numbers; then, for a call of at most QRT_X_ROWS rows, either 32 sums of a
 // panel for each, or for each a pointer, QRT_FLOAT_ROWS vectors of partial sums and as many
-// results, and QRT_WIDE widened columns of that many weight rows.
-#define QRT_X_ROWS 252
+// results, QRT_WIDE widened columns of that many weight rows, and the x rows in bfloat16.
 #define QRT_FLOAT_ROWS 8
 #define QRT_WIDE 512
-static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows) {
-    size_t n = (size_t)(rows < QRT_X_ROWS ? rows : QRT_X_ROWS);
-    return (size_t)numbers * 4 + 64 + QRT_X_ROWS * sizeof(float *) +
-           (n * QRT_FLOAT_ROWS * (QRT_MAX_LANES + 1) + QRT_FLOAT_ROWS * QRT_WIDE) * sizeof(float);
+static inline int64_t qrt_bf16_row(int64_t cols) { return (cols + 31) / 32 * 32; } // its length
+static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows, int64_t cols) {
+    const int64_t few = qrt_x_rows(cols, 4), n = rows < QRT_X_ROWS ? rows : QRT_X_ROWS;
+    const int64_t floats = n * QRT_FLOAT_ROWS * (QRT_MAX_LANES + 1) + QRT_FLOAT_ROWS * QRT_WIDE;
+    const int64_t rounded = (n < few ? n : few) * qrt_bf16_row(cols) * 2;
+    return (size_t)(numbers * 4 + 128 + rounded) + QRT_X_ROWS * sizeof(float *) +
+           (size_t)floats * sizeof(float);
 }
 
 // rope: frequencies (double), cosines and sines of a row.

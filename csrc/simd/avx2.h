@@ -10,6 +10,11 @@
 #define QF 8
 typedef __m256 qf;
 static inline qf qf_load(const float *p) { return _mm256_loadu_ps(p); }
+// From now on in a register: a compiler that finds it used twice may else load it twice.
+static inline qf qf_held(qf a) {
+    __asm__("" : "+x"(a));
+    return a;
+}
 static inline void qf_store(float *p, qf a) { _mm256_storeu_ps(p, a); }
 static inline qf qf_set1(float a) { return _mm256_set1_ps(a); }
 static inline qf qf_zero(void) { return _mm256_setzero_ps(); }

@@ -14,6 +14,13 @@
 #define QF 16
 typedef __m512 qf;
 static inline qf qf_load(const float *p) { return _mm512_loadu_ps(p); }
+// From now on in a register: a compiler that finds it used twice may else load it twice.
+static inline qf qf_held(qf a) {
+#ifndef QRT_SIMDE
+    __asm__("" : "+v"(a));
+#endif
+    return a;
+}
 static inline void qf_store(float *p, qf a) { _mm512_storeu_ps(p, a); }
 static inline qf qf_set1(float a) { return _mm512_set1_ps(a); }
 static inline qf qf_zero(void) { return _mm512_setzero_ps(); }
@@ -59,6 +66,19 @@ static inline qf qf_from_bf16(const uint16_t *p) {
 static inline void qf_to_f16(uint16_t *p, qf a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0));
 }
+#ifdef QRT_LEVEL_AVX512BF16
+// Vectors of 2 * QF bfloat16 in a qf: two columns to a lane.
+static inline qf qf_pairs(const uint16_t *p) {
+    return _mm512_loadu_ps((const float *)(const void *)p);
+}
+static inline void qf_to_bf16(uint16_t *p, qf a) { // to nearest even; subnormals become zero
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a));
+}
+// acc + both products of each lane, the upper column first; subnormals count as zero
+static inline qf qf_fma_pairs(qf a, qf b, qf acc) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+}
+#endif
 static inline void qf_hsum4(float *out, qf a, qf b, qf c, qf d) {
     qf ab = qf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     qf cd = qf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));

@@ -10,6 +10,11 @@
 #define QF 4
 typedef float32x4_t qf;
 static inline qf qf_load(const float *p) { return vld1q_f32(p); }
+// From now on in a register: a compiler that finds it used twice may else load it twice.
+static inline qf qf_held(qf a) {
+    __asm__("" : "+w"(a));
+    return a;
+}
 static inline void qf_store(float *p, qf a) { vst1q_f32(p, a); }
 static inline qf qf_set1(float a) { return vdupq_n_f32(a); }
 static inline qf qf_zero(void) { return vdupq_n_f32(0); }

@@ -9,6 +9,7 @@
 #define QF 1 // lanes
 typedef float qf;
 static inline qf qf_load(const float *p) { return *p; }
+static inline qf qf_held(qf a) { return a; }
 static inline void qf_store(float *p, qf a) { *p = a; }
 static inline qf qf_set1(float a) { return a; }
 static inline qf qf_zero(void) { return 0; }

@@ -3,6 +3,8 @@
 #define QRT_SIMDE_H
 #include <simde/x86/avx512.h>
 #include <immintrin.h>
+#include <stdbool.h>
+#include <stdint.h>
 
 typedef union {
     simde__m512 v;
@@ -51,6 +53,37 @@ static inline __m128i qrt_cvtepi32_epi8(simde__m512i a) {
     for (int i = 0; i < 16; i++) b[i] = (int8_t)w[i];
     return _mm_loadu_si128((const __m128i *)b);
 }
+// The same rounding as the instruction's for numbers that are not subnormal.
+static inline __m256i qrt_cvtneps_pbh(simde__m512 a) {
+    qrt_halves x = {.v = a};
+    uint32_t w[16];
+    uint16_t h[16];
+    _mm256_storeu_si256((__m256i *)w, x.hi[0]);
+    _mm256_storeu_si256((__m256i *)(w + 8), x.hi[1]);
+    for (int i = 0; i < 16; i++) {
+        const bool nan = (w[i] & 0x7fffffff) > 0x7f800000;
+        h[i] = (uint16_t)(nan ? w[i] >> 16 | 0x40 : (w[i] + 0x7fff + (w[i] >> 16 & 1)) >> 16);
+    }
+    return _mm256_loadu_si256((const __m256i *)h);
+}
+static inline simde__m512 qrt_dpbf16_ps(simde__m512 acc, simde__m512 a, simde__m512 b) {
+    qrt_halves s = {.v = acc}, x = {.v = a}, y = {.v = b};
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
+    for (int i = 0; i < 2; i++) {
+        const __m256 xu = _mm256_castsi256_ps(_mm256_and_si256(x.hi[i], upper)),
+                     yu = _mm256_castsi256_ps(_mm256_and_si256(y.hi[i], upper)),
+                     xl = _mm256_castsi256_ps(_mm256_slli_epi32(x.hi[i], 16)),
+                     yl = _mm256_castsi256_ps(_mm256_slli_epi32(y.hi[i], 16));
+        s.h[i] = _mm256_fmadd_ps(xl, yl, _mm256_fmadd_ps(xu, yu, s.h[i]));
+    }
+    return s.v;
+}
+#undef _mm512_cvtneps_pbh
+#undef _mm512_dpbf16_ps
+#undef __m512bh
+#define __m512bh simde__m512
+#define _mm512_cvtneps_pbh(a) qrt_cvtneps_pbh(a)
+#define _mm512_dpbf16_ps(acc, a, b) qrt_dpbf16_ps(acc, a, b)
 #undef _mm512_cvtps_epi32
 #undef _mm512_cvtepi32_ps
 #define _mm512_cvtepi32_ps(a) qrt_cvtepi32_ps(a)

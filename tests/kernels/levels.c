@@ -21,6 +21,15 @@ EXPAND(DECLARE, LEVEL)
 #ifdef BELOW // a level whose kernels stay where LEVEL has none
 EXPAND(DECLARE, BELOW)
 #endif
+#ifdef ABOVE // a level that differs from LEVEL in its products alone
+#    define LINEAR_OF(l) PASTE(linear, l)
+void LINEAR_OF(ABOVE)(qrt_kernels *);
+#endif
+#ifdef ROUNDS_X
+const bool rounds_x = true;
+#else
+const bool rounds_x = false;
+#endif
 
 qrt_kernels level, base;
 static int failures;
@@ -176,6 +185,9 @@ int main(int argc, char **argv) { // argument: rows, state or linear alone
     EXPAND(FILL_LEVEL, BELOW)
 #endif
     EXPAND(FILL_LEVEL, LEVEL)
+#ifdef ABOVE
+    LINEAR_OF(ABOVE)(&level);
+#endif
     for (int i = 0; i < QRT_N_OPS; i++) check("op exists", level.op[i] && base.op[i]);
     if (!only || !strcmp(only, "rows")) test_rows();
     if (!only || !strcmp(only, "state")) test_state();

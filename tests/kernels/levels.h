@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 extern qrt_kernels level, base; // under test; scalar
+extern const bool rounds_x;     // whether BF16 weights meet x in bfloat16
 
 // Memory of one case; each piece is an allocation of its own, so that a sanitizer sees its ends.
 void *take(int64_t bytes);
