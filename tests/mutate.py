@@ -90,6 +90,10 @@ def attempt(path: Path) -> str:
             return "not finite"
         except errors.ContextLengthExceeded:
             return "small context"
+        except errors.ModelFileError as e:
+            if "tokenizer.ggml.merges makes" not in str(e):  # all else is found by load; merges, when they are used
+                raise
+            return "merges do not fit"
         most = min(2, model.n_ctx - done.usage.prompt_tokens)
         return "ran" if done.usage.completion_tokens == most or done.finish_reason == "stop" else "ran short"
 
