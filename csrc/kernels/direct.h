@@ -147,8 +147,7 @@ INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
     return acc;
 }
 
-// over: 0, or what the panels of the level that asks add to each weight.
-INLINE qf direct_int8(const uint8_t *src, int64_t stride, int64_t blocks, const int over, xrow x) {
+INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
     qf acc = qf_zero();
     places r = places_of(src, stride);
     for (int64_t b = 0; b < blocks; b++, r.a += 34, r.b += 34) {
@@ -166,26 +165,10 @@ INLINE qf direct_int8(const uint8_t *src, int64_t stride, int64_t blocks, const 
             }
             HOLD(v[p]);
         }
-        __m256i sums = join_32(v);
         const qf s = qf_halves(r.a, stride);
-        if (over) {
-            const __m256i all = _mm256_set1_epi8(1);
-            __m256i of_x = pair_sums(_mm256_add_epi16(_mm256_maddubs_epi16(all, xs[0]),
-                                                      _mm256_maddubs_epi16(all, xs[1])));
-            of_x = _mm256_hadd_epi32(of_x, of_x);
-            of_x = _mm256_hadd_epi32(of_x, of_x);
-            sums = _mm256_add_epi32(sums, _mm256_mullo_epi32(of_x, _mm256_set1_epi32(over)));
-        }
-        acc = qf_fma(qf_mul(ilane_float(sums), s), qf_set1(x.d[b]), acc);
-        if (over) acc = take_minimum(acc, qf_mul(qf_set1((float)over), s), x.s[b]);
+        acc = qf_fma(qf_mul(ilane_float(join_32(v)), s), qf_set1(x.d[b]), acc);
     }
     return acc;
-}
-INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
-    return direct_int8(src, stride, blocks, 0, x);
-}
-INLINE qf direct_q8_0_unsigned(const uint8_t *src, int64_t stride, int64_t blocks, xrow x) {
-    return direct_int8(src, stride, blocks, UNSIGNED_OFF, x);
 }
 
 // Byte `at` of the words of eight rows: as int16 twice in each word, and as int32.

@@ -214,7 +214,8 @@ INLINE __m256i join(const int bits, const __m256i v[4]) {
 // x row `row` from block `first` of 32 columns on
 INLINE xrow x_row(const qrt_quant *x, int64_t row, int64_t first, const int group) {
     const int64_t at = row * (x->cols / 32) + first;
-    return (xrow){x->q + at * 32, x->d + at, group == 32 ? x->s32 + at : x->s16 + 2 * at};
+    return (xrow){x->q + at * 32, x->d + at, group == 32 ? x->s32 + at : x->s16 + 2 * at,
+                  x->n16 + 2 * at};
 }
 
 // mr (1 or 2) x rows against nb x 32 columns of q; acc: [mr]

@@ -30,7 +30,6 @@ typedef struct qrt_product {
     float *out;
     int64_t ld;
     const float *residual;
-    int signed_off; // SIGNED_OFF of the level that asks
 } product;
 
 INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, int64_t n) {
@@ -220,7 +219,6 @@ INLINE int64_t product_far(const product *p, int64_t row0, int64_t rows, scales_
 #    define X(NAME, name) DIRECT(name, name)
 DIRECT_FORMATS(X)
 #    undef X
-DIRECT(q8_0_unsigned, q8_0) // int8 weights as the panels of AVX-512 have them
 
 // One function for each kind of split weights: formats share them.
 #    define DOT(BITS, GROUP)                                                                       \
@@ -252,8 +250,6 @@ SPLIT_FORMATS(X)
 // With more x rows than so many, it is faster to split weights once for all of them.
 #    define UNSPLIT_X 2
 static int64_t direct(const product *p, int64_t row0, int64_t rows) {
-    if (p->w->format == QRT_Q8_0 && p->signed_off)
-        return p->n <= QRT_FEW_X ? direct_product_q8_0_unsigned(p, row0, rows) : 0;
     if (p->n <= UNSPLIT_X) {
         switch (p->w->format) {
 #    define X(NAME, name)                                                                          \
@@ -264,7 +260,7 @@ static int64_t direct(const product *p, int64_t row0, int64_t rows) {
     }
     switch (p->w->format) {
 #    define X(NAME, name, BITS, GROUP)                                                             \
-    case QRT_##NAME: return BITS == 8 && p->signed_off ? 0 : split_product_##name(p, row0, rows);
+    case QRT_##NAME: return split_product_##name(p, row0, rows);
         SPLIT_FORMATS(X)
 #    undef X
     }
@@ -312,8 +308,7 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
                                .n = n - x0 < step ? n - x0 : step,
                                .out = part->out.ptr,
                                .ld = part->out.ld,
-                               .residual = part->residual,
-                               .signed_off = SIGNED_OFF};
+                               .residual = part->residual};
             multiply(c->kernels, &p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
         }
         first += pieces;
@@ -360,8 +355,7 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
                                    .out_rows = order + x0,
                                    .n = hi - x0 < step ? hi - x0 : step,
                                    .out = part->out.ptr,
-                                   .ld = w->rows,
-                                   .signed_off = SIGNED_OFF};
+                                   .ld = w->rows};
                 multiply(c->kernels, &p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each,
                          own);
             }

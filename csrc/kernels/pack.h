@@ -85,7 +85,7 @@ INLINE void pack_q5_1(const uint8_t *src, int64_t stride, int nb, const panel *t
 }
 
 INLINE void scales_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++) store_s(to, b, SIGNED_OFF, qf_halves(src + 34 * b, stride));
+    for (int b = 0; b < nb; b++) store_s(to, b, 0, qf_halves(src + 34 * b, stride));
 }
 INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q8_0(src, stride, nb, to);
@@ -99,7 +99,7 @@ INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *t
 }
 
 INLINE void scales_iq4_nl(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++) store_s(to, b, SIGNED_OFF, qf_halves(src + 18 * b, stride));
+    for (int b = 0; b < nb; b++) store_s(to, b, 0, qf_halves(src + 18 * b, stride));
 }
 INLINE void pack_iq4_nl(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_iq4_nl(src, stride, nb, to);
@@ -113,7 +113,7 @@ INLINE void scales_iq4_xs(const uint8_t *src, int64_t stride, int nb, const pane
     qf d = qf_halves(src, stride);
     for (int i = 0; i < 8; i++) {
         wv scale = (h[1] >> 4 * i & 15) | (h[0] >> (16 + 2 * i) & 3) << 4;
-        store_s(to, i, SIGNED_OFF, scaled(d, scale - 32));
+        store_s(to, i, 0, scaled(d, scale - 32));
     }
 }
 INLINE void pack_iq4_xs(const uint8_t *src, int64_t stride, int nb, const panel *to) {
@@ -125,7 +125,7 @@ INLINE void scales_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel
     for (int b = 0; b < nb; b++, src += 17) {
         float s[QF];
         for (int r = 0; r < QF; r++) s[r] = half_e8m0(src[r * stride]);
-        store_s(to, b, SIGNED_OFF, qf_load(s));
+        store_s(to, b, 0, qf_load(s));
     }
 }
 INLINE void pack_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel *to) {
@@ -138,7 +138,7 @@ INLINE void pack_nvfp4(const uint8_t *src, int64_t stride, int nb, const panel *
         for (int g = 0; g < 4; g++) {
             float s[QF];
             for (int r = 0; r < QF; r++) s[r] = half_ue4m3(src[r * stride + g]);
-            store_s(to, 2 * b + g, SIGNED_OFF, qf_load(s));
+            store_s(to, 2 * b + g, 0, qf_load(s));
         }
         for (int half = 0; half < 2; half++) { // 8 bytes are 16 columns
             wv w[4];

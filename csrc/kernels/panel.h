@@ -2,9 +2,9 @@
 // products along the columns.
 //     value of (row r, column c) = s[c / GROUP][r] * q[c / 4][r][c % 4] - m[c / GROUP][r]
 // q is unsigned (the format's OFF is part of m), but for formats of 8 bits: those are int8 and have
-// no m. Products of unsigned x signed bytes want more of them: at AVX-512 q is int8 + 128, and m
-// makes up for it; at AVX2, where they would overflow, q is |int8| and behind it int8, [columns /
-// 4][2][NR][4], so that the sign can go to x.
+// no m. Products of unsigned x signed bytes want more of them: at AVX-512 q is int8 + 128, which
+// the sums of x make up for; at AVX2, where they would overflow, q is |int8| and behind it int8,
+// [columns / 4][2][NR][4], so that the sign can go to x.
 #ifndef QRT_PANEL_H
 #define QRT_PANEL_H
 #include "kernels.h"
@@ -17,13 +17,11 @@ typedef struct {
     const uint8_t *ahead, *ahead_end; // what will be packed next, NULL: unknown; only prefetched
 } panel;
 
-#define UNSIGNED_OFF 128 // makes int8 unsigned
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
 #    define NR 32
-#    define SIGNED_OFF UNSIGNED_OFF // added to int8 weights
+#    define UNSIGNED_OFF 128 // makes int8 unsigned
 #else
 #    define NR 16
-#    define SIGNED_OFF 0
 #endif
 
 #ifdef QRT_LEVEL_AVX2
@@ -35,7 +33,7 @@ typedef struct {
 enum {
 #define X(NAME, name, id, ELEMENTS, BYTES, BITS, GROUP, OFF)                                       \
     name##_bits = BITS, name##_group = GROUP, name##_elements = ELEMENTS, name##_bytes = BYTES,    \
-    name##_off = BITS == 8 ? SIGNED_OFF : OFF,
+    name##_off = OFF,
     QRT_QUANT_FORMATS(X)
 #undef X
 };
@@ -47,8 +45,10 @@ INLINE void store_int8(const panel *to, int k, wv q) {
 #ifdef QRT_LEVEL_AVX2
     store_q(to, 2 * k, (wv)_mm256_abs_epi8((__m256i)q));
     store_q(to, 2 * k + 1, q);
+#elif defined(UNSIGNED_OFF)
+    store_q(to, k, q ^ 0x80808080u);
 #else
-    store_q(to, k, SIGNED_OFF ? q ^ 0x80808080u : q);
+    store_q(to, k, q);
 #endif
 }
 INLINE void store_s(const panel *to, int g, int off, qf s) {
@@ -140,7 +140,7 @@ PACK_BY_LINES(tq1_0)
             for (int lane = missing < QF ? QF - missing : 0; lane < QF; lane++) {                  \
                 for (int g = 0; g < nb * 32 / GROUP; g++) {                                        \
                     to.s[g * NR + lane] = 0;                                                       \
-                    if (BITS < 8 || SIGNED_OFF) to.m[g * NR + lane] = 0;                           \
+                    if (BITS < 8) to.m[g * NR + lane] = 0;                                         \
                 }                                                                                  \
             }                                                                                      \
         }                                                                                          \

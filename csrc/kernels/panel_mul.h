@@ -13,6 +13,7 @@
 typedef struct {
     const int8_t *q;
     const float *d, *s;
+    const int32_t *n16;
 } xrow;
 
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
@@ -23,11 +24,14 @@ INLINE qf ilane_float(ilane a) { return _mm512_cvtepi32_ps(a); }
 // q: [GROUP / 4][NR][4]
 INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
                       const xrow *x, int k, ilane out[][NV]) {
-    (void)bits; // BITS 8 is packed unsigned at this level
 #    pragma GCC unroll 8
-    for (int t = 0; t < mr; t++)
+    for (int t = 0; t < mr; t++) {
+        int32_t off = 0;
+        if (bits == 8) // int8 weights are packed with UNSIGNED_OFF added
+            for (int g = 0; g < group / 16; g++) off -= UNSIGNED_OFF * x[t].n16[k / 16 + g];
 #    pragma GCC unroll 2
-        for (int v = 0; v < NV; v++) out[t][v] = _mm512_setzero_si512();
+        for (int v = 0; v < NV; v++) out[t][v] = _mm512_set1_epi32(off);
+    }
 #    pragma GCC unroll 8
     for (int j = 0; j < group / 4; j++) {
         __m512i w[NV];
@@ -197,12 +201,6 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 }
 #endif
 
-#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
-#    define HAS_MIN(bits) 1
-#else
-#    define HAS_MIN(bits) ((bits) < 8)
-#endif
-
 // A panel's rows are too many streams, each too short, for the processor to foresee. So while a
 // panel is multiplied, the bytes of the next one (whose rows follow) are fetched in the order in
 // which they lie, a few lines at a time: a burst would fill the queue of outstanding misses.
@@ -246,7 +244,7 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) a[t][v] = qf_fma(f[t][v], d, a[t][v]);
         }
-        if (HAS_MIN(bits)) {
+        if (bits < 8) {
 #pragma GCC unroll 2
             for (int g = 0; g < per; g++)
 #pragma GCC unroll 4
@@ -279,7 +277,8 @@ INLINE void mul_panel(const int bits, const int group, panel *p, int nb, const q
             const int64_t row = xs[t + i];
             r[i] =
                 (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
-                       sums + (row * blocks + first_block) * per};
+                       sums + (row * blocks + first_block) * per,
+                       x->n16 + (row * blocks + first_block) * 2};
         }
         float *to = acc + t * NR;
         if (m == TILE) mul_tile(bits, group, TILE, p, nb, lines, r, to);

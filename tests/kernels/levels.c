@@ -73,8 +73,12 @@ double *doubles(int64_t n) { return take(8 * n); }
 void *copy_of(const void *from, int64_t bytes) { return memcpy(take(bytes), from, (size_t)bytes); }
 
 qrt_quant quant_of(int64_t rows, int64_t cols) {
-    return (qrt_quant){take(rows * cols), unset_floats(rows * cols / 32),
-                       unset_floats(rows * cols / 32), unset_floats(rows * cols / 16), cols};
+    return (qrt_quant){.q = take(rows * cols),
+                       .d = unset_floats(rows * cols / 32),
+                       .s32 = unset_floats(rows * cols / 32),
+                       .s16 = unset_floats(rows * cols / 16),
+                       .n16 = take(rows * cols / 4),
+                       .cols = cols};
 }
 
 // ---------------------------------------------------------------- running
@@ -169,6 +173,7 @@ void check_quant(const qrt_quant *quant, const float *x, int64_t rows) {
             right = right && quant->q[b * 32 + i] == q;
         }
         right = right && quant->s32[b] == d * (float)(sums[0] + sums[1]);
+        right = right && quant->n16[2 * b] == sums[0] && quant->n16[2 * b + 1] == sums[1];
         right = right && quant->s16[2 * b] == d * (float)sums[0];
         right = right && quant->s16[2 * b + 1] == d * (float)sums[1];
         if (!right) {
