@@ -140,15 +140,27 @@ def int8_rows(x: Array) -> Array:
     return out
 
 
+def bf16_rows(x: Array) -> Array:
+    """Finite numbers rounded to the nearest bfloat16, as a product with BF16 weights sees them at avx512bf16."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    out: Array = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(x.dtype)
+    return out
+
+
 @contextmanager
-def rounded_activations() -> Iterator[None]:
-    """While it lasts the reference rounds what meets quantised weights to int8 in blocks of 32."""
+def rounded_activations(bf16: bool = False) -> Iterator[None]:
+    """While it lasts the reference rounds what meets quantised weights to int8 in blocks of 32; with ``bf16`` also what
+    meets BF16 weights to bfloat16."""
     kinds = ("linear", "moe_linear")
     plain = {kind: reference.KERNELS[kind] for kind in kinds}
 
     def rounding(kernel: reference.Kernel) -> reference.Kernel:
         def run(exe: reference.ReferenceExecutable, batch: Batch, op: Any, ins: list[Array]) -> Array | None:
-            first = int8_rows(ins[0]) if op.weights[0].format.quantized else ins[0]
+            first, weights = ins[0], op.weights[0].format
+            if weights.quantized:
+                first = int8_rows(first)
+            elif bf16 and weights.name == "BF16":
+                first = bf16_rows(first)
             return kernel(exe, batch, op, [first, *ins[1:]])
 
         return run

@@ -17,6 +17,7 @@ import pytest
 import qwen35rt
 
 from ..fixtures import write_tiny
+from ..implementations import isa_levels
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TEXT = "the hen in the other world is on the land and at rest; hello world, said the user. " * 4
@@ -152,10 +153,14 @@ def test_files_of_the_oracle(drift: Any, oracle: Path, tmp_path: Path, capsys: p
         rows = {r["file"]: r for r in csv.DictReader(f)}
     assert {"dense.q8_0", "dense.q4_k_m", "dense.mix", "wide.q4_k_m", "moek.q4_k_m", "nano.f32"} <= set(rows)
     assert {r["pages"] for r in rows.values()} == {"f32"}
+    rounds = "avx512bf16" in isa_levels()  # what meets BF16, as llama.cpp does: then chance decides
     for name, r in rows.items():
         assert int(r["positions"]) >= 24
-        assert float(r["kld"]) <= 1.1 * float(r["peer_kld"]) or float(r["kld"]) < 1e-9, name
-        assert float(r["less_low"]) <= 0 or float(r["kld"]) < 1e-9, name
+        if rounds and name.endswith(".bf16"):
+            assert float(r["kld"]) <= 2 * float(r["peer_kld"]), name
+        else:
+            assert float(r["kld"]) <= 1.1 * float(r["peer_kld"]) or float(r["kld"]) < 1e-9, name
+            assert float(r["less_low"]) <= 0 or float(r["kld"]) < 1e-9, name
         assert float(r["same_top"]) >= 0.95, name
 
 
