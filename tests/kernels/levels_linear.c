@@ -239,6 +239,8 @@ void test_linear(void) {
         experts(f, 37, plain ? 45 : chunk, 6, false);
         experts(f, 16, chunk, 3, true);
     }
-    for (int i = 0; formats[i].elements == 1; i++)
+    for (int i = 0; formats[i].elements == 1; i++) {
         linear(&formats[i], 9, 1100, 7); // more columns than a tile takes at once
+        for (int rows = 6; rows < 14; rows += 7) linear(&formats[i], 11, 97, rows);
+    }
 }
