@@ -5,6 +5,7 @@
 #include <immintrin.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 typedef union {
     simde__m512 v;
@@ -45,21 +46,17 @@ static inline simde__m512 qrt_cvtepi32_ps(simde__m512i a) {
     return y.v;
 }
 static inline __m128i qrt_cvtepi32_epi8(simde__m512i a) {
-    qrt_halves x = {.i = a};
     int8_t b[16];
     int32_t w[16];
-    _mm256_storeu_si256((__m256i *)w, x.hi[0]);
-    _mm256_storeu_si256((__m256i *)(w + 8), x.hi[1]);
+    memcpy(w, &a, sizeof w);
     for (int i = 0; i < 16; i++) b[i] = (int8_t)w[i];
     return _mm_loadu_si128((const __m128i *)b);
 }
 // The same rounding as the instruction's for numbers that are not subnormal.
 static inline __m256i qrt_cvtneps_pbh(simde__m512 a) {
-    qrt_halves x = {.v = a};
     uint32_t w[16];
     uint16_t h[16];
-    _mm256_storeu_si256((__m256i *)w, x.hi[0]);
-    _mm256_storeu_si256((__m256i *)(w + 8), x.hi[1]);
+    memcpy(w, &a, sizeof w);
     for (int i = 0; i < 16; i++) {
         const bool nan = (w[i] & 0x7fffffff) > 0x7f800000;
         h[i] = (uint16_t)(nan ? w[i] >> 16 | 0x40 : (w[i] + 0x7fff + (w[i] >> 16 & 1)) >> 16);
