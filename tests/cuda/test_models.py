@@ -14,6 +14,8 @@ import pytest
 from qwen35rt.backends.base import Backend, Batch, Executable, Limits
 from qwen35rt.backends.cuda.backend import CudaBackend
 from qwen35rt.backends.cuda.fusion import fuse
+from qwen35rt.backends.cuda.lowering import Step
+from qwen35rt.backends.cuda.sample import TopK
 from qwen35rt.backends.reference import ReferenceBackend
 from qwen35rt.formats import FORMATS
 from qwen35rt.model.gguf_file import open_gguf
@@ -176,6 +178,31 @@ def test_the_largest_logits_after_a_step_array_that_grew(tiny_dense: Path) -> No
         check_best(exe.run(replace(batch, pages=pages.reshape(1, -1)), top=4)[0], logits, 4)
     assert [ref() for ref in old] == [None, None]
     exe.close()
+
+
+def test_the_graph_of_a_step_finds_its_largest_logits(tiny_dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each number of them that is asked for; replays launch nothing beside it."""
+    program, pages = _program(tiny_dense), np.arange(1, dtype=np.int32)
+    exe, eager = (CudaBackend(HostLauncher(), graphs=graphs).compile(program, LIMITS) for graphs in (True, False))
+    launched: list[int] = []
+    go = TopK.go
+
+    def counted(top: TopK, step: Step) -> None:
+        launched.append(step.rows)
+        go(top, step)
+
+    monkeypatch.setattr(TopK, "go", counted)
+    for at in range(9):
+        batch, top = Batch.single([at + 5], at, pages), (4, 0, 7)[at % 3]
+        want = eager.run(batch)[0]
+        if top:
+            check_best(exe.run(batch, top=top)[0], want, top)
+        else:
+            np.testing.assert_array_equal(exe.run(batch)[0], want)
+        # Of each number the first step launches, the second captures.
+        assert len(launched) == (1, 1, 2, 3, 3, 4, 4, 4, 4)[at]
+    for each in (exe, eager):
+        each.close()
 
 
 # ------------------------------------------------------------------------------------------ oracle

@@ -84,8 +84,8 @@ class CudaExecutable:
         )
         self._weights: dict[int, tuple[Any, Any]] = {}  # by id: the program keeps its tensors alive
         self._lowered: dict[bool, Lowered] = {}
-        # With the ops that each launches. None: ran once, to be captured next time.
-        self._graphs: dict[Step, tuple[Callable[[], object], int] | None] = {}
+        # By sizes and ``top``, with the ops that each launches. None: ran once, to be captured next time.
+        self._graphs: dict[tuple[Step, int], tuple[Callable[[], object], int] | None] = {}
         self._tops: dict[int, TopK] = {}
         self._copy_items = launcher.kernel("copy", "", "copy_items")
         # Rows, sequences and pages of most steps; a step that needs more makes room.
@@ -182,14 +182,23 @@ class CudaExecutable:
         bucket = None if keep or self.profile else self._bucket(batch)
         seconds: dict[str, float] = {}
         if bucket is not None:
-            ran = self._replay(lowered, bucket)
+            ran = self._replay(lowered, bucket, top)
         elif self.profile:
             ran, seconds = self._go_timed(lowered, step)
+            self._go_top(step, top)
         else:
-            ran = lowered.go(step)
+            ran = self._go(lowered, step, top)
+        return lowered, ran, seconds
+
+    def _go(self, lowered: Lowered, step: Step, top: int) -> int:
+        """Launch all of a step; -> the program's ops that were launched."""
+        ran = lowered.go(step)
+        self._go_top(step, top)
+        return ran
+
+    def _go_top(self, step: Step, top: int) -> None:
         if top:
             self._tops[top].go(step)
-        return lowered, ran, seconds
 
     def _go_timed(self, lowered: Lowered, step: Step) -> tuple[int, dict[str, float]]:
         """Waits behind each op: the sum is more than a step takes."""
@@ -200,26 +209,27 @@ class CudaExecutable:
             ran, seconds[kind], began = ran + ops, seconds[kind] + now - began, now
         return ran, dict(seconds)
 
-    def _replay(self, lowered: Lowered, bucket: Step) -> int:
+    def _replay(self, lowered: Lowered, bucket: Step, top: int) -> int:
         """Run a bucket's launches: at first as they are, which compiles what is missing; then as a graph.
 
         A bucket whose graph finds no memory goes on as it began.
         """
-        if bucket not in self._graphs:
-            ran = lowered.go(bucket)
-            self._graphs[bucket] = None  # not before: what failed may have left something to compile
+        key = bucket, top
+        if key not in self._graphs:
+            ran = self._go(lowered, bucket, top)
+            self._graphs[key] = None  # not before: what failed may have left something to compile
             return ran
-        made = self._graphs[bucket]
+        made = self._graphs[key]
         if made is None:
             launched: list[int] = []
-            replay: Callable[[], object] = partial(lowered.go, bucket)
+            replay: Callable[[], object] = partial(self._go, lowered, bucket, top)
             try:
-                replay = self.launcher.capture(lambda: launched.append(lowered.go(bucket)))
+                replay = self.launcher.capture(lambda: launched.append(self._go(lowered, bucket, top)))
             except OutOfMemory as e:
                 if not launched:
                     raise
                 log.warning("no graph for steps of %d sequences, which are slower so: %s", bucket.rows, e)
-            made = self._graphs[bucket] = replay, sum(launched)
+            made = self._graphs[key] = replay, sum(launched)
         graph, ran = made
         graph()
         return ran
