@@ -189,8 +189,10 @@ class FakeEngine:
                 self._wake.wait_for(self._active)
                 if self._ended:
                     return
-                for job in [j for j in self.waiting + self.running if j.turn.cancelled]:
-                    self._end(job, Cancelled("withdrawn"))
+                withdrawn = [j for j in self.waiting + self.running if j.turn.cancelled]
+            for job in withdrawn:
+                self._end(job, Cancelled("withdrawn"))
+            with self._wake:
                 while self.waiting and len(self.running) < self.slots:
                     self.running.append(self.waiting.pop(0))
                 jobs = [j for j in self.running if not j.turn.paused]

@@ -25,7 +25,8 @@ from .turn import Turn
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
-Sink = Callable[[int, Event], None]  # called from the worker thread with the turn's index; must not block
+# Called with the turn's index from the worker thread, which holds no lock; must not block.
+Sink = Callable[[int, Event], None]
 
 
 @dataclass(frozen=True)
