@@ -64,7 +64,7 @@ class Service:
             threading.Thread(target=self._load, args=(self._open_model,), name="qwen35rt-load", daemon=True).start()
 
     def close(self) -> None:
-        """Release what the service holds; the engine was stopped before."""
+        """Release what the service holds; turns that are left end with EngineStopped."""
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._model is not None:
@@ -183,8 +183,12 @@ class Service:
     def _load(self, open_model: Callable[[], Loaded]) -> None:
         try:
             model = open_model()
-            model.prepare()
-            self.metrics.loaded(model.facts)
+            try:
+                model.prepare()
+                self.metrics.loaded(model.facts)
+            except BaseException:
+                model.close()
+                raise
             self._model, self.progress = model, 1.0
         except Exception as e:
             self.failure = e
