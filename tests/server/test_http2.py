@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from qwen35rt.tokenizer import Tokenizer
-from tests.server.live import Live, eventually, live
+from tests.server.live import Live, engine_of, eventually, live
 
 h2 = pytest.importorskip("h2.connection", reason="h2 is not installed")
 
@@ -77,6 +77,22 @@ def test_b21_a_stream_that_is_reset_frees_its_slot(tokenizer: Tokenizer) -> None
             raw.sendall(connection.data_to_send())
             eventually(lambda: server.counts() == {("cancelled", "499"): 1})
             eventually(lambda: server.idle)
+
+
+def test_priorities_of_a_thousand_streams_end_nothing(server: Live) -> None:
+    """Of streams that never begin, and in a request's head of one that does not exist."""
+    engine_of(server).forever(b"x")
+    engine_of(server).delay = 0.002
+    connection = h2.H2Connection()
+    connection.initiate_connection()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(ask(connection, {"prompt": "x", "stream": True, "max_tokens": 300}))
+        eventually(lambda: bool(engine_of(server).running))
+        for number in range(5, 2305, 2):
+            connection.prioritize(number, weight=1, depends_on=number + 4000)
+        raw.sendall(connection.data_to_send())
+        eventually(lambda: server.counts() == {("success", "200"): 1})
+    eventually(lambda: server.idle and not server.open)
 
 
 @pytest.mark.parametrize("tokens", [1, 100_000], ids=["its end", "its middle"])
