@@ -70,18 +70,6 @@ class Service:
         if self._model is not None:
             self._model.close()
 
-    async def drain(self, timeout: float) -> None:
-        """Take no new requests; those that are here go on for at most so many seconds, then end with an error."""
-        self.draining = True
-        if self._model is not None:
-            await asyncio.to_thread(self._model.engine.drain, timeout)
-
-    async def stop(self) -> None:
-        """End what runs now, with an error; cuts a ``drain`` short."""
-        self.draining = True
-        if self._model is not None:
-            await asyncio.to_thread(self._model.engine.stop)
-
     def halt(self) -> None:
         """End what still runs with EngineStopped, now, whatever the engine is doing."""
         self.draining = self.halted = True
@@ -105,7 +93,7 @@ class Service:
         state = self._model.engine.state
         if state == "loading":
             return "loading"
-        if state in ("draining", "stopped"):
+        if state == "stopped":
             return "draining"
         return "ready" if state == "ready" else "degraded"
 
