@@ -18,7 +18,7 @@ import qwen35rt
 from qwen35rt import Model
 from qwen35rt.cli import main
 from qwen35rt.convert.kl import compare, compare_row, write_base
-from qwen35rt.convert.kl_file import HEADER, BaseFile, decode, encode, record_type
+from qwen35rt.convert.kl_file import HEADER, BaseFile, BaseWriter, decode, encode, record_type
 from qwen35rt.convert.perplexity import perplexity
 from qwen35rt.errors import ConfigError, GenerationFailed, ModelFileError
 
@@ -179,6 +179,16 @@ def test_a_run_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with qwen35rt.load(path, device="cpu", n_ctx=64, threads=1) as model, pytest.raises(GenerationFailed):
         write_base(model, TEXT, tmp_path / "x.klb", N_CTX)
     assert [p.name for p in tmp_path.iterdir()] == ["nan.gguf"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_disk_that_is_full_at_once_leaves_no_file(tiny: Model, tmp_path: Path) -> None:
+    partial = tmp_path / "x.klb.partial"
+    partial.symlink_to("/dev/full")
+    ids = np.zeros((100, 64), np.int32)  # more than a buffer holds
+    with pytest.raises(OSError, match="No space left"), BaseWriter(tmp_path / "x.klb", ids, tiny.tokenizer):
+        pytest.fail("it was entered")
+    assert not partial.is_symlink()
 
 
 def changed(base: BaseFile, at: int, value: bytes, cut: int | None = None) -> bytes:

@@ -1,8 +1,7 @@
-"""The worker thread on a fake executable: its states, faults and restarts, drain and stop."""
+"""The worker thread on a fake executable: its states, faults and restarts, stop."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -78,26 +77,11 @@ def test_c2_states_while_loading_and_after_a_failed_start(beds: Callable[..., Be
         bed.submit()
 
 
-def test_drain_serves_what_is_there_and_refuses_what_comes(beds: Callable[..., Bed]) -> None:
-    bed = beds(parallel=1)
-    bed.fake.gate.clear()
-    readers = [bed.submit()[1] for _ in range(3)]
-    thread = threading.Thread(target=bed.engine.drain, args=(WAIT,))
-    thread.start()
-    bed.until(lambda: bed.engine.state == "draining")
-    with pytest.raises(EngineStopped, match="draining"):
-        bed.submit()
-    bed.fake.gate.set()
-    thread.join(WAIT)
-    assert [r.completion().finish_reason for r in readers] == ["length"] * 3
-    assert bed.engine.state == "stopped"
-
-
-def test_drain_ends_the_rest_after_its_time(beds: Callable[..., Bed]) -> None:
+def test_stop_ends_what_is_paused_and_refuses_what_comes(beds: Callable[..., Bed]) -> None:
     bed = beds(parallel=1)
     ticket, reader = bed.submit(max_tokens=50)
     ticket.pause()
-    bed.engine.drain(0.01)
+    bed.engine.stop()
     assert isinstance(reader.wait(), EngineStopped)
     assert bed.engine.state == "stopped"
     ticket.cancel()

@@ -164,18 +164,12 @@ class FakeEngine:
         with self._wake:
             self._wake.notify_all()
 
-    def drain(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while self.places and not self._ended and time.monotonic() < end:
-            time.sleep(0.005)
-        self.stop()
-
     def stop(self) -> None:
         with self._wake:
             self._ended = True
             self._wake.notify_all()
         self._thread.join()
-        with self._stopping:  # draining and closing may come here at once
+        with self._stopping:  # a server and its test may come here at once
             for job in self.waiting + self.running:
                 self._end(job, EngineStopped("stopped"))
 
@@ -189,8 +183,10 @@ class FakeEngine:
                 self._wake.wait_for(self._active)
                 if self._ended:
                     return
-                for job in [j for j in self.waiting + self.running if j.turn.cancelled]:
-                    self._end(job, Cancelled("withdrawn"))
+                withdrawn = [j for j in self.waiting + self.running if j.turn.cancelled]
+            for job in withdrawn:
+                self._end(job, Cancelled("withdrawn"))
+            with self._wake:
                 while self.waiting and len(self.running) < self.slots:
                     self.running.append(self.waiting.pop(0))
                 jobs = [j for j in self.running if not j.turn.paused]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -162,3 +163,19 @@ def test_sampling_defaults_of_the_published_table() -> None:
     flags = {"temperature": 0.5, "presence_penalty": 0.0}
     assert values("general", True, file, flags) == [0.5, 0.95, 7, 0, 0.0, 1.0]
     assert values("general", True, file, flags, temperature=0.1, top_p=1.0) == [0.1, 1.0, 7, 0, 0.0, 1.0]
+
+
+class _Metadata(UserDict[str, Any]):
+    """The keys of a file, of which some are costly to decode."""
+
+    def __getitem__(self, key: str) -> Any:
+        assert not key.startswith("tokenizer."), "the vocabulary is decoded"
+        return super().__getitem__(key)
+
+
+def test_sampling_defaults_leave_the_vocabulary_alone() -> None:
+    """Each chat asks for them, and a real file's three arrays of 248,320 entries take a quarter of a second."""
+    file = _Metadata({"general.sampling.temp": 0.25, "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["a b"]})
+    for preset in ("general", "off"):
+        above, below = chat_defaults(preset, True, {}, file)
+        assert sampling_params(above, below, 320).temperature == 0.25

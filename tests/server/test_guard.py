@@ -255,7 +255,7 @@ async def test_c2_states(tokenizer: Tokenizer) -> None:
             await refused("engine_restarting", "degraded")
         engine.state = "ready"
         assert (await ask()).status == 200
-        await service.drain(1)
+        service.draining = True
         await refused("shutting_down", "draining")
     bare = Service(ServerSettings())
     bare.start()

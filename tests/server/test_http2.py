@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -14,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from qwen35rt.server.http2 import Http2
 from qwen35rt.tokenizer import Tokenizer
-from tests.server.live import Live, eventually, live
+from tests.server.live import Live, engine_of, eventually, live
 
 h2 = pytest.importorskip("h2.connection", reason="h2 is not installed")
 
@@ -77,6 +79,48 @@ def test_b21_a_stream_that_is_reset_frees_its_slot(tokenizer: Tokenizer) -> None
             raw.sendall(connection.data_to_send())
             eventually(lambda: server.counts() == {("cancelled", "499"): 1})
             eventually(lambda: server.idle)
+
+
+def test_priorities_of_a_thousand_streams_end_nothing(server: Live) -> None:
+    """Of streams that never begin, and in a request's head of one that does not exist."""
+    engine_of(server).forever(b"x")
+    engine_of(server).delay = 0.002
+    connection = h2.H2Connection()
+    connection.initiate_connection()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(ask(connection, {"prompt": "x", "stream": True, "max_tokens": 300}))
+        eventually(lambda: bool(engine_of(server).running))
+        for number in range(5, 2305, 2):
+            connection.prioritize(number, weight=1, depends_on=number + 4000)
+        raw.sendall(connection.data_to_send())
+        eventually(lambda: server.counts() == {("success", "200"): 1})
+    eventually(lambda: server.idle and not server.open)
+
+
+def test_a_fault_in_a_connection_ends_it_and_its_requests(
+    server: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a client sends that the library does not expect: nothing of it stays, and the server can end."""
+
+    async def fail(protocol: object, event: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Http2, "_priority_updated", fail)
+    engine_of(server).forever(b"x")
+    engine_of(server).delay = 0.005
+    connection = h2.H2Connection()
+    connection.initiate_connection()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(ask(connection, {"prompt": "x", "max_tokens": 100_000}))
+        eventually(lambda: len(engine_of(server).running) == 1)
+        connection.prioritize(5)
+        raw.sendall(connection.data_to_send())
+        while raw.recv(4096):
+            pass
+    eventually(lambda: server.idle and not server.open)
+    eventually(lambda: len(asyncio.all_tasks(server.loop)) == 1)  # that of the server
+    assert server.counts() == {("cancelled", "499"): 1}
+    assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("tokens", [1, 100_000], ids=["its end", "its middle"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 
 import pytest
 
 from qwen35rt.config import SERVER_LIMITS
+from qwen35rt.engine.result import Delta
 from qwen35rt.server import incoming
+from qwen35rt.server.turns import Turns
 from tests.server.conftest import Make, Server
-from tests.server.fake import asynchronous, eventually, started
+from tests.server.fake import FakeEngine, asynchronous, eventually, make_tokenizer, started
 
 
 @asynchronous
@@ -148,6 +151,39 @@ async def test_c53_a_client_that_does_not_read_pauses_its_own_turn(make: Make) -
     await stream.end(60)
     assert stream.text == "x" * 3999
     assert server.counts() == {("success", "200"): 2}
+
+
+class _SlowTicket:
+    """Its turn is paused only after the reader had time to catch up."""
+
+    def __init__(self) -> None:
+        self.pausing, self.paused = threading.Event(), False
+
+    def cancel(self) -> None: ...
+
+    def pause(self) -> None:
+        self.pausing.set()
+        time.sleep(0.2)
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+
+@asynchronous
+async def test_c53_a_reader_that_catches_up_while_its_turn_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread pauses, the loop resumes: in whatever order they come, the turn goes on."""
+    ticket = _SlowTicket()
+    engine = FakeEngine(make_tokenizer())
+    monkeypatch.setattr(engine, "submit_all", lambda plans, sink, **others: [ticket])
+    turns = Turns(engine, [], engine.reserve(), accepted=0.0, deadline=time.perf_counter() + 60, max_bytes=1000)
+    turns._sink(0, Delta("x" * 100, ()))  # near the bound; the next one is beyond it
+    beyond = asyncio.create_task(asyncio.to_thread(turns._sink, 0, Delta("y", ())))
+    assert await asyncio.to_thread(ticket.pausing.wait, 5)
+    assert [await turns.next(), await turns.next()]
+    await beyond
+    assert (ticket.paused, turns.held_bytes) == (False, 0)
+    engine.stop()
 
 
 @asynchronous

@@ -68,7 +68,7 @@ async def test_without_a_key_the_page_does_not_say_what_runs(make: Make) -> None
 
 @asynchronous
 async def test_the_page_tells_the_servers_state(server: Server) -> None:
-    for state, words in (("restarting", "has failed"), ("draining", "shutting down"), ("loading", "being loaded")):
+    for state, words in (("restarting", "has failed"), ("stopped", "shutting down"), ("loading", "being loaded")):
         server.engine.state = state
         answer = await get(server, BROWSER)
         assert answer.status == 200

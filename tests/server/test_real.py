@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from quart import Quart
 
 import qwen35rt
+from qwen35rt.errors import ModelFileError
 from qwen35rt.server.app import create_app
 from qwen35rt.server.loading import open_model
 from qwen35rt.server.service import Service
@@ -93,6 +95,31 @@ async def test_reports(app: Quart, service: Service) -> None:
     await post(app, {"prompt": "a", "max_tokens": 1})
     snapshot = service.model.engine.snapshot()
     assert (snapshot.running, snapshot.waiting, snapshot.requests) == ((), 0, 0)
+
+
+@pytest.mark.parametrize("stage", ["warm", "step", "facts", "prepare", "metrics"])
+def test_a_load_that_fails_leaves_no_engine(tiny_dense: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """In an application whose process goes on, threads, pools and the file would stay with it for good."""
+
+    def broken(*args: object) -> None:
+        raise ModelFileError("made to fail")
+
+    where = {
+        "warm": "qwen35rt.tokenizer.bpe.BpeTokenizer.warm",
+        "step": "qwen35rt.server.loading._first_step",
+        "facts": "qwen35rt.server.loading._facts",
+        "prepare": "qwen35rt.server.model.Loaded.prepare",
+        "metrics": "qwen35rt.server.metrics.Metrics.loaded",
+    }
+    monkeypatch.setattr(where[stage], broken)
+    before = set(threading.enumerate())
+    settings = ServerSettings(model=str(tiny_dense), ctx_size=64, threads=1, device="cpu", cache_ram=0)
+    service = Service(settings, lambda: open_model(settings))
+    service.start()
+    assert service.loaded.wait(30)
+    assert str(service.failure) == "made to fail"
+    assert not [t for t in threading.enumerate() if t.name == "qwen35rt-engine" and t not in before]
+    service.close()
 
 
 @asynchronous

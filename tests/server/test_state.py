@@ -163,7 +163,7 @@ async def test_prompts_are_shown_and_counted_whatever_the_engine_does(open_chat:
     """C2: only what generates is refused while it drains or starts anew."""
     server = open_chat(CHATML)
     body = {"messages": [{"role": "user", "content": "x"}]}
-    for state in ("draining", "restarting"):
+    for state in ("stopped", "restarting"):
         server.engine.state = state
         for path in ("/apply-template", "/v1/chat/completions/input_tokens", "/tokenize"):
             assert (await server.post(body, path)).status == 200, path
@@ -286,7 +286,7 @@ async def test_health_tells_more_to_those_with_a_key(make: Make) -> None:
     [
         ("restarting", "degraded", "engine_restarting"),
         ("failed", "degraded", "engine_restarting"),
-        ("draining", "draining", "shutting_down"),
+        ("stopped", "draining", "shutting_down"),
         ("loading", "loading", "model_loading"),
     ],
 )

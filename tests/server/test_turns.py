@@ -308,14 +308,12 @@ async def test_draining_lets_requests_end_and_refuses_new_ones(server: Server) -
     server.engine.script = lambda plan: server.engine.ids(b"x" * 20)
     server.engine.delay = 0.01
     stream = await started(server.begin({"prompt": "a", "stream": True}))
-    drain = asyncio.ensure_future(server.service.drain(5))
-    await asyncio.sleep(0)
+    server.service.draining = True
     answer = await server.post({"prompt": "b"})
     assert (answer.status, answer.error["code"]) == (503, "shutting_down")
     assert (await server.get("/readyz")).json["status"] == "draining"
     assert (await server.get("/livez")).status == 200
     assert (await stream.end()).text == "x" * 20
-    await drain
 
 
 @asynchronous
@@ -325,10 +323,7 @@ async def test_what_is_left_after_draining_ends_with_an_error(server: Server) ->
     stream = await started(server.begin({"prompt": "a", "n_predict": -1, "stream": True}))
     whole = server.begin({"prompt": "a", "n_predict": -1})
     await eventually(lambda: len(server.engine.running) == 2)
-    drain = asyncio.ensure_future(server.service.drain(60))
-    await asyncio.sleep(0.05)
-    await server.service.stop()
-    await drain
+    server.service.halt()
     assert (await stream.end()).events[-1]["error"]["code"] == "shutting_down"
     assert (await whole.end()).error["code"] == "shutting_down"
     assert server.counts() == {("failure", "503"): 2}

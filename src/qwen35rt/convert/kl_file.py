@@ -116,7 +116,11 @@ class BaseWriter:
 
     def __enter__(self) -> BaseWriter:
         self._file = self.partial.open("wb")
-        self._file.write(self._header)
+        try:
+            self._file.write(self._header)
+        except BaseException as e:  # a block that was not entered is not left either
+            self.__exit__(type(e), e, None)
+            raise
         return self
 
     def add(self, logits: Float, nll: npt.NDArray[np.float64]) -> None:

@@ -1,4 +1,4 @@
-"""One worker thread that drives a Core: bounded queue, cancel, pause, restart after a fault, drain.
+"""One worker thread that drives a Core: bounded queue, cancel, pause, restart after a fault.
 
 The only thing that a server uses. Knows no JSON and no HTTP; events leave through sinks, from the worker thread.
 """
@@ -24,8 +24,9 @@ from .turn import Turn
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
-Sink = Callable[[int, Event], None]  # called from the worker thread with the turn's index; must not block
+State = Literal["loading", "ready", "restarting", "stopped", "failed"]
+# Called with the turn's index from the worker thread, which holds no lock; must not block.
+Sink = Callable[[int, Event], None]
 
 
 @dataclass(frozen=True)
@@ -236,14 +237,6 @@ class Engine:
             cache_limit_bytes=core.cache.limit_bytes,
         )
 
-    def drain(self, timeout: float) -> None:
-        """Take no more requests, let those that there are end, for at most so many seconds, then ``stop``."""
-        with self._wake:
-            if self.state in ("loading", "ready", "restarting"):
-                self._set_state("draining")
-            self._wake.wait_for(lambda: not self._tickets or self.state in ("stopped", "failed"), timeout)
-        self.stop()
-
     def stop(self) -> None:
         """End now: turns that are left get EngineStopped; waits for the step under way. Not to be called by a sink."""
         with self._wake:
@@ -301,8 +294,7 @@ class Engine:
         for turn in waiting:
             core.add(turn)
         with self._wake:
-            if self.state in ("loading", "restarting"):
-                self._set_state("ready")
+            self._set_state("ready")
 
     def _run(self) -> None:
         core = self._core
@@ -334,7 +326,6 @@ class Engine:
                 return
             if last:
                 ticket._place.leave()
-                self._wake.notify_all()
         try:
             ticket._sink(ticket.index, event)
         except Exception:
@@ -356,10 +347,7 @@ class Engine:
         what = str(error) if isinstance(error, Qwen35Error) else type(error).__name__
         log.error("the engine failed (%s); %s", what, "it starts anew" if again else "it stops")
         with self._wake:
-            if again and self.state != "draining":
-                self._set_state("restarting", what)
-            elif not again:
-                self._set_state("failed", what)
+            self._set_state("restarting" if again else "failed", what)
             queued = {t._turn for t in self._new}
         if again:
             self.restarts += 1

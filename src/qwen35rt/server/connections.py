@@ -117,7 +117,11 @@ class Connection(TCPServer):
                 )
                 await self.protocol.initiate()
                 await self.idle_task.restart(tasks, self._idle_timeout)
-                await self._read_data()
+                try:
+                    await self._read_data()
+                except Exception:
+                    await self.protocol.handle(Closed())  # else the group waits for requests that wait to write
+                    raise
         except OSError:
             pass
         finally:

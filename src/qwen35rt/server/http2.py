@@ -1,5 +1,5 @@
-"""Hypercorn's HTTP/2, mended: what is held for a client that opens no window is bounded, and a client that goes on
-sending the body of a request that was refused does not lose its other requests.
+"""Hypercorn's HTTP/2, mended: what is held for a client that opens no window is bounded, a client that goes on sending
+the body of a request that was refused does not lose its other requests, and priorities are not kept.
 
 Also chooses the protocol of a connection. Knows no socket.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from h2.events import RequestReceived
+from h2.events import PriorityUpdated, RequestReceived
 from hypercorn.events import Event, RawData
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.h2 import BUFFER_LOW_WATER, H2Protocol, StreamBuffer
@@ -64,6 +64,10 @@ class Http2(H2Protocol):
     async def _create_stream(self, request: RequestReceived) -> None:
         await super()._create_stream(request)
         self.stream_buffers[request.stream_id] = _Buffer(self.context.event_class)  # nothing was written yet
+
+    async def _priority_updated(self, event: PriorityUpdated) -> None:
+        """Streams share alike (RFC 9113, 5.3.1). Those that a priority names, though they have ended or never begin,
+        would be kept with the connection, and the thousandth would end it."""
 
 
 class _Buffer(StreamBuffer):

@@ -99,18 +99,16 @@ def open_model(
         engine.stop()
         source.file.close()
 
-    if not engine.wait_ready():
-        reason = engine.reason
-        close()
-        raise BackendError(f"{source.path}: the engine did not start: {reason}")
-    tokenizer.warm()
     try:
+        if not engine.wait_ready():
+            raise BackendError(f"{source.path}: the engine did not start: {engine.reason}")
+        tokenizer.warm()
         _first_step(engine, n_ctx, tokenizer.n_vocab)
+        facts = _facts(settings, parts, n_ctx)
     except BaseException:
         close()
         raise
     log.info("%s", choice.description)
-    facts = _facts(settings, parts, n_ctx)
     return Loaded(facts, tokenizer, engine, template, close)
 
 

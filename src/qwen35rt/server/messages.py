@@ -10,12 +10,13 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import msgspec
 
 from ..errors import RequestError
 from .errors import UnsupportedContent, UnsupportedParameter
+from .values import no_constant
 
 log = logging.getLogger(__name__)
 
@@ -191,14 +192,10 @@ def _arguments(sent: str | dict[str, Any] | None, path: str) -> dict[str, Any]:
     if not sent.strip():
         return {}
     try:
-        read = json.loads(sent, parse_constant=_no_constant)
+        read = json.loads(sent, parse_constant=no_constant)
     except (ValueError, RecursionError):
         read = None
     if isinstance(read, dict):
         return read
     log.info("%s.arguments is no JSON object; the template is given it as one parameter 'arguments'", path)
     return {"arguments": sent}
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

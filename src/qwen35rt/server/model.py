@@ -60,7 +60,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """``close``: releases what loading took; called once, after the engine has stopped."""
+    """``close``: stops the engine and releases what loading took; called once."""
 
     facts: ModelFacts
     tokenizer: Tokenizer

@@ -64,23 +64,11 @@ class Service:
             threading.Thread(target=self._load, args=(self._open_model,), name="qwen35rt-load", daemon=True).start()
 
     def close(self) -> None:
-        """Release what the service holds; the engine was stopped before."""
+        """Release what the service holds; turns that are left end with EngineStopped."""
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._model is not None:
             self._model.close()
-
-    async def drain(self, timeout: float) -> None:
-        """Take no new requests; those that are here go on for at most so many seconds, then end with an error."""
-        self.draining = True
-        if self._model is not None:
-            await asyncio.to_thread(self._model.engine.drain, timeout)
-
-    async def stop(self) -> None:
-        """End what runs now, with an error; cuts a ``drain`` short."""
-        self.draining = True
-        if self._model is not None:
-            await asyncio.to_thread(self._model.engine.stop)
 
     def halt(self) -> None:
         """End what still runs with EngineStopped, now, whatever the engine is doing."""
@@ -105,7 +93,7 @@ class Service:
         state = self._model.engine.state
         if state == "loading":
             return "loading"
-        if state in ("draining", "stopped"):
+        if state == "stopped":
             return "draining"
         return "ready" if state == "ready" else "degraded"
 
@@ -183,8 +171,12 @@ class Service:
     def _load(self, open_model: Callable[[], Loaded]) -> None:
         try:
             model = open_model()
-            model.prepare()
-            self.metrics.loaded(model.facts)
+            try:
+                model.prepare()
+                self.metrics.loaded(model.facts)
+            except BaseException:
+                model.close()
+                raise
             self._model, self.progress = model, 1.0
         except Exception as e:
             self.failure = e

@@ -39,15 +39,12 @@ class Place(Protocol):
 
 
 class Engine(Protocol):
-    """What the server needs of the engine; all of it is thread-safe; all but ``drain`` and ``stop`` return
-    at once."""
+    """What the server needs of the engine; all of it is thread-safe and returns at once."""
 
     @property
     def state(self) -> str: ...
     def reserve(self) -> Place: ...
     def snapshot(self) -> EngineSnapshot: ...
-    def drain(self, timeout: float) -> None: ...
-    def stop(self) -> None: ...
     def submit_all(
         self, plans: Sequence[Plan], sink: Sink, *, accepted: float | None, request_id: str, place: Any
     ) -> Sequence[Ticket]: ...
@@ -109,7 +106,9 @@ class Turns:
         self._given: list[tuple[int, Event]] = []  # by the engine's thread, not yet taken by the loop
         self._arrived = asyncio.Event()
         self._running = len(plans)
-        self._lock = threading.Lock()  # guards the two counts that both threads change
+        # Guards what both threads change. Held while tickets are told too: in the other order of the two calls a turn
+        # that is to go on would stay paused.
+        self._lock = threading.Lock()
         self._bytes, self._max_bytes = 0, max_bytes
         self._paused = self._closed = False
         self._tickets: Sequence[Ticket] = ()
@@ -146,11 +145,10 @@ class Turns:
         index, event = self._events.popleft()
         with self._lock:
             self._bytes -= _size(event)
-            resumed = self._paused and self._bytes <= self._max_bytes // 2
-            self._paused = self._paused and not resumed
-        if resumed:
-            for ticket in self._tickets:
-                ticket.resume()
+            if self._paused and self._bytes <= self._max_bytes // 2:
+                self._paused = False
+                for ticket in self._tickets:
+                    ticket.resume()
         return index, event
 
     def close(self) -> None:
@@ -190,11 +188,10 @@ class Turns:
         """Pause where a reader is far behind. Done in the engine's thread: the event loop may be behind as well."""
         with self._lock:
             self._bytes += _size(delta)
-            paused = not self._paused and bool(self._tickets) and self._bytes > 3 * self._max_bytes // 4
-            self._paused = self._paused or paused
-        if paused:
-            for ticket in self._tickets:
-                ticket.pause()
+            if not self._paused and self._tickets and self._bytes > 3 * self._max_bytes // 4:
+                self._paused = True
+                for ticket in self._tickets:
+                    ticket.pause()
 
     def _take(self) -> None:
         with self._lock:
