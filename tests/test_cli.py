@@ -90,6 +90,13 @@ def test_run_uses_the_chat_template_unless_raw(
         (["run", "-n", "1.5", "x"], "'1.5' is not a whole number"),
         (["run", "one", "two"], "'two' was not expected; quote"),
         (["chat", "--think", "maybe"], "invalid choice"),
+        # An unset variable of a script is no wish for the embedded model.
+        (["run", "-m", "", "x"], "it is empty"),
+        (["tokenize", "-hf", "", "x"], "it is empty"),
+        (["serve", "-m", ""], "it is empty"),
+        (["serve", ""], "it is empty"),
+        (["bench", "-m", ""], "it is empty"),
+        (["info", ""], "it is empty"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from .parser import add_model_arguments
+from .parser import add_model_arguments, filled
 
 if TYPE_CHECKING:
     from ..model.gguf_file import GgufFile
@@ -19,7 +19,7 @@ _TEXT = 100  # characters of a text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
-    parser.add_argument("file", nargs="?", metavar="PATH", help="the file, like -m")
+    parser.add_argument("file", nargs="?", type=filled, metavar="PATH", help="the file, like -m")
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument("--full", action="store_true", help="whole arrays and texts, not their beginnings")
     parser.add_argument("--no-tensors", action="store_true", help="leave the list of tensors out")
