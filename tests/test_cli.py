@@ -213,6 +213,20 @@ def test_reader_that_goes_away_is_no_error(script: str) -> None:
     assert "rror" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_streams_that_are_closed_are_like_dev_null(script: str, closed: str) -> None:
+    here = f"{sys.executable} -m qwen35rt run -m {script} --device reference --raw"
+    given = "" if "<" in closed else "hi"
+    done = subprocess.run(
+        ["bash", "-c", f"{here} {given} {closed}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    # Nothing comes from a closed standard input, and an empty prompt is refused.
+    assert (done.returncode, done.stdout) == (
+        (1, "") if "<" in closed else (0, "" if closed == ">&-" else "one two three")
+    )
+    assert "internal error" not in done.stderr
+
+
 def test_sigint_ends_run_with_130(script: str) -> None:
     args = [sys.executable, "-m", "qwen35rt", "run", "-m", script, *ON, "--ignore-eos", "-n", "-1", "hi"]
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

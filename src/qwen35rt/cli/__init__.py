@@ -51,6 +51,7 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; -> exit code: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         code = _command(args)
         sys.stdout.flush()
@@ -66,6 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.code if isinstance(e.code, int) else EXIT_USAGE
     except Exception as e:
         return _failed(e, verbose="-v" in args or "--verbose" in args)
+
+
+def _open_streams() -> None:
+    """Standard streams that the caller has closed (``>&-``), for which Python has None, are those of /dev/null: else
+    files that are opened later would get their numbers, and lines for standard error would go to standard output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open until the end
 
 
 def _command(args: list[str]) -> int:
