@@ -227,6 +227,23 @@ def test_streams_that_are_closed_are_like_dev_null(script: str, closed: str) -> 
     assert "internal error" not in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_what_standard_output_cannot_write_is_escaped(encoding: str, tmp_path: Path) -> None:
+    """The words of a model and the names of its tokens and files are not ours to choose."""
+    text = "é \u2603"
+    model = write_script(tmp_path / "m\udcff.gguf", [text.encode()])
+
+    def written(*args: str) -> bytes:
+        command = [sys.executable, "-m", "qwen35rt", *args]
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        return subprocess.run(command, capture_output=True, timeout=60, check=True, env=environment).stdout
+
+    assert written("run", "-m", str(model), *ON, "--raw", "hi") == text.encode(encoding, "backslashreplace")
+    found = json.loads(written("info", str(model), "--json", "--full").decode(encoding))
+    assert found["files"] == [str(model)]
+    assert "Ġ" in "".join(found["metadata"]["tokenizer.ggml.tokens"])
+
+
 def test_sigint_ends_run_with_130(script: str) -> None:
     args = [sys.executable, "-m", "qwen35rt", "run", "-m", script, *ON, "--ignore-eos", "-n", "-1", "hi"]
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

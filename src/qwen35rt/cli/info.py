@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,15 @@ def main(args: argparse.Namespace) -> int:
     with open_gguf(model_path(args) or embedded_model()) as file:
         found = describe(file, full=args.full, tensors=not args.no_tensors)
     if args.json:
-        print(json.dumps(found, ensure_ascii=False, indent=2))
+        print(json.dumps(found, ensure_ascii=not _writes(sys.stdout.encoding), indent=2))
     else:
         _print(found)
     return 0
+
+
+def _writes(encoding: str | None) -> bool:
+    """Whether an encoding has every character; JSON spells those that one lacks in its own way."""
+    return (encoding or "").lower().replace("-", "") == "utf8"
 
 
 def describe(file: GgufFile, full: bool = False, tensors: bool = True) -> dict[str, Any]:
