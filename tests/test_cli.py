@@ -290,6 +290,18 @@ def test_info(tiny_dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "tensors" not in other
 
 
+@pytest.mark.parametrize("flags", [[], ["--full"]])
+def test_info_writes_json_whatever_numbers_a_file_has(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = [1.5, float("nan"), float("-inf"), *[0.25] * 5]
+    model = write_tiny(tmp_path / "m.gguf", metadata={"x.some": numbers, "x.one": float("inf")})
+    assert main(["info", str(model), "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["metadata"]
+    some = found["x.some"] if flags else found["x.some"]["first"]
+    assert (some[:3], found["x.one"]) == ([1.5, "nan", "-inf"], "inf")
+
+
 def test_progress_shows_long_stages_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 6.0, 7.0, 12.0, 13.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))  # type: ignore[attr-defined]

@@ -88,13 +88,18 @@ def _supported(file: GgufFile) -> str:
 def _value(file: GgufFile, key: str, full: bool) -> Any:
     length = file.metadata.array_length(key)
     if length is not None and length > _SHOWN and not full:
-        return {"length": length, "first": file.metadata[key][:_SHOWN]}
-    value = file.metadata[key]
+        return {"length": length, "first": _finite(file.metadata[key][:_SHOWN])}
+    value = _finite(file.metadata[key])
     if isinstance(value, str) and len(value) > _TEXT and not full:
         return value[:_TEXT] + f"... ({len(value)} characters)"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such numbers
     return value
+
+
+def _finite(value: Any) -> Any:
+    """A value, or a list, with words in place of numbers that JSON does not have."""
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(found: dict[str, Any]) -> None:
