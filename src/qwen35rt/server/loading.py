@@ -176,9 +176,14 @@ def _first_step(engine: Engine, n_ctx: int, n_vocab: int) -> None:
     engine.counters.reset()
 
 
+def _told(name: str) -> str:
+    """A name as answers can hold it: a file's may be any bytes, and JSON has none that are not UTF-8."""
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
 def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
     source, choice = parts.source, parts.choice
-    names = settings.alias or (_PART.sub("", source.path.stem),)
+    names = tuple(_told(name) for name in settings.alias or (_PART.sub("", source.path.stem),))
     with source.path.open("rb") as file:
         digest = hashlib.sha256(file.read(_HASHED_BYTES))
         stat = os.fstat(file.fileno())
@@ -195,7 +200,7 @@ def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
         reason=choice.reason,
         isa=choice.isa or "",
         threads=choice.threads,
-        file_name=source.path.name,
+        file_name=_told(source.path.name),
         hash=digest.hexdigest(),
         quant=recipe(source.file),
         vocab_type=parts.tokenizer.vocab.model,
