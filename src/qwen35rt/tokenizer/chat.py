@@ -142,7 +142,7 @@ class _Raised(Exception):
 
 
 class _Spelled:
-    """A float that the engine would write otherwise than Python does, such as 1e-07."""
+    """A float that the engine would write otherwise than Python does, such as 1e-07; it hands 2.0 to filters as 2."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -207,7 +207,8 @@ def plain_copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int | _Spelled):
         return value
     if isinstance(value, float):
-        return value if _is_plain(value) else _Spelled(value)
+        # A variable of its own stays a number, which templates may compare.
+        return value if _is_plain(value, whole=depth < 2) else _Spelled(value)
     if depth >= TEMPLATE.max_depth:
         raise RequestError(f"messages or tools are nested more than {TEMPLATE.max_depth} deep", "messages")
     if isinstance(value, Mapping):
@@ -226,9 +227,9 @@ def _checked(text: str) -> str:
     return text
 
 
-def _is_plain(value: float) -> bool:
+def _is_plain(value: float, whole: bool) -> bool:
     spelled = repr(value)
-    return not ("e" in spelled or "n" in spelled)
+    return not ("e" in spelled or "n" in spelled or (spelled.endswith(".0") and not whole))
 
 
 def strings_in(value: Any, depth: int = 0) -> Iterator[str]:
