@@ -168,6 +168,8 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
     from ..errors import ConfigError
     from ..server.settings import read_settings
 
+    if args.api_key is not None and not "".join(args.api_key).strip(", "):
+        raise ConfigError("--api-key is empty; give a key, or leave it out")
     flags: dict[str, Any] = {
         name: ",".join(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
