@@ -14,6 +14,7 @@ import pytest
 from quart import Quart
 
 import qwen35rt
+from qwen35rt.errors import ConfigError
 from qwen35rt.server.app import create_app
 from qwen35rt.server.loading import open_model
 from qwen35rt.server.service import Service
@@ -111,6 +112,14 @@ async def test_each_step_counts_its_rows_once_the_server_is_ready(tiny_dense: Pa
         assert line.endswith(b" 22.0")
     finally:
         service.close()
+
+
+def test_a_template_of_the_flags_that_is_none_ends_the_start(tiny_dense: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% if %}")
+    for settings in (ServerSettings(chat_template="{% for %}"), ServerSettings(chat_template_file=str(file))):
+        with pytest.raises(ConfigError, match=r"--chat-template.*no chat template: syntax error"):
+            open_model(settings, tiny_dense)
 
 
 @asynchronous

@@ -20,7 +20,7 @@ from ..engine.engine import Engine, EngineSettings
 from ..engine.result import Completion, Delta
 from ..engine.sampler import SamplingParams
 from ..engine.sizes import pool_limits
-from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error
+from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error, TemplateError
 from ..machine import cpu_name
 from ..model.embedded import is_embedded
 from ..model.program import Program
@@ -155,7 +155,13 @@ def _template(settings: ServerSettings, parts: Parts) -> ChatTemplate | None:
             raise ConfigError(f"--chat-template-file {name}: {e}") from None
     if text is None:
         return parts.template
-    return read_chat_template({"tokenizer.chat_template": text}, parts.tokenizer.vocab)
+    template = read_chat_template({"tokenizer.chat_template": text}, parts.tokenizer.vocab)
+    try:
+        if template is not None:
+            template.check()  # a file's own may be broken, and completions still work; this one was asked for
+    except TemplateError as e:
+        raise ConfigError(f"--chat-template{'-file' if name else ''}: {e}") from None
+    return template
 
 
 def _first_step(engine: Engine, n_ctx: int, n_vocab: int) -> None:

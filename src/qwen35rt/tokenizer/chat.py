@@ -42,6 +42,15 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._guard: tuple[Vocab, Guard] | None = None
 
+    def check(self) -> None:
+        """Raise TemplateError if the source is no template."""
+        import minijinja
+
+        try:
+            self._compiled()
+        except minijinja.TemplateError as e:
+            raise TemplateError(f"it is no chat template: {e.message}", "messages") from None
+
     def render(
         self,
         messages: Sequence[Message],
