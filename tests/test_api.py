@@ -143,7 +143,8 @@ def test_ids_may_be_integers_of_numpy(tiny: Model) -> None:
     assert (
         tiny.generate(longer, max_tokens=1, temperature=0).ids == tiny.generate(plain, max_tokens=1, temperature=0).ids
     )
-    for wrong in (np.array([5.0]), np.array([[5]]), [np.float32(5)], [np.True_]):
+    wrongs: list[Any] = [np.array([5.0]), np.array([[5]]), [np.float32(5)], [np.True_]]
+    for wrong in wrongs:
         with pytest.raises(errors.RequestError):
             tiny.logits(wrong)
 

@@ -48,10 +48,17 @@ async def test_web_sockets_are_refused(server: Server, caplog: pytest.LogCapture
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "websocket", "path": "/v1/models", "raw_path": b"/v1/models", "root_path": "", "scheme": "ws"}
+    app: Any = server.app
+    scope: dict[str, Any] = {
+        "type": "websocket",
+        "path": "/v1/models",
+        "raw_path": b"/v1/models",
+        "root_path": "",
+        "scheme": "ws",
+    }
     scope |= {"query_string": b"", "headers": [(b"host", b"localhost")], "subprotocols": [], "http_version": "1.1"}
     scope |= {"asgi": {"spec_version": "2.3"}, "extensions": {}}
-    await server.app(scope, receive, send)
+    await app(scope, receive, send)
     assert sent == [{"type": "websocket.close"}]
     assert not caplog.records
 
