@@ -299,6 +299,8 @@ def test_closed_model(tiny_dense: Path) -> None:
 def test_b37_b47_bad_files_raise_documented_errors(tmp_path: Path, tiny_dense: Path) -> None:
     with pytest.raises(errors.ModelFileError, match="no such file"):
         load(tmp_path / "missing.gguf")
+    with pytest.raises(errors.ModelFileError, match="too long"):
+        load(tmp_path / ("x" * 300))
     half = tmp_path / "half.gguf"
     shutil.copy(tiny_dense, half)
     with half.open("r+b") as f:
