@@ -134,6 +134,21 @@ def test_logits_are_of_a_fresh_state(tiny: Model) -> None:
     assert greedy.ids == [int(row.argmax())]
 
 
+def test_ids_may_be_integers_of_numpy(tiny: Model) -> None:
+    """The next token of a loop of one's own is ``logits[-1].argmax()``."""
+    ids = tiny.tokenize("hello")
+    longer = [*ids, tiny.logits(ids)[-1].argmax()]
+    plain = [int(i) for i in longer]
+    np.testing.assert_array_equal(tiny.logits(longer), tiny.logits(plain))
+    assert (
+        tiny.generate(longer, max_tokens=1, temperature=0).ids == tiny.generate(plain, max_tokens=1, temperature=0).ids
+    )
+    wrongs: list[Any] = [np.array([5.0]), np.array([[5]]), [np.float32(5)], [np.True_]]
+    for wrong in wrongs:
+        with pytest.raises(errors.RequestError):
+            tiny.logits(wrong)
+
+
 def test_logits_of_more_rows_than_one_step_gives(tiny_dense: Path) -> None:
     ids = [int(i) for i in np.random.default_rng(3).integers(0, 256, 150)]
     with load(tiny_dense, kv_dtype="f32") as model, load(tiny_dense, n_batch=1, kv_dtype="f32") as single:
@@ -284,6 +299,8 @@ def test_closed_model(tiny_dense: Path) -> None:
 def test_b37_b47_bad_files_raise_documented_errors(tmp_path: Path, tiny_dense: Path) -> None:
     with pytest.raises(errors.ModelFileError, match="no such file"):
         load(tmp_path / "missing.gguf")
+    with pytest.raises(errors.ModelFileError, match="too long"):
+        load(tmp_path / ("x" * 300))
     half = tmp_path / "half.gguf"
     shutil.copy(tiny_dense, half)
     with half.open("r+b") as f:

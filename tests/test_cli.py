@@ -90,6 +90,13 @@ def test_run_uses_the_chat_template_unless_raw(
         (["run", "-n", "1.5", "x"], "'1.5' is not a whole number"),
         (["run", "one", "two"], "'two' was not expected; quote"),
         (["chat", "--think", "maybe"], "invalid choice"),
+        # An unset variable of a script is no wish for the embedded model.
+        (["run", "-m", "", "x"], "it is empty"),
+        (["tokenize", "-hf", "", "x"], "it is empty"),
+        (["serve", "-m", ""], "it is empty"),
+        (["serve", ""], "it is empty"),
+        (["bench", "-m", ""], "it is empty"),
+        (["info", ""], "it is empty"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -206,6 +213,37 @@ def test_reader_that_goes_away_is_no_error(script: str) -> None:
     assert "rror" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_streams_that_are_closed_are_like_dev_null(script: str, closed: str) -> None:
+    here = f"{sys.executable} -m qwen35rt run -m {script} --device reference --raw"
+    given = "" if "<" in closed else "hi"
+    done = subprocess.run(
+        ["bash", "-c", f"{here} {given} {closed}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    # Nothing comes from a closed standard input, and an empty prompt is refused.
+    assert (done.returncode, done.stdout) == (
+        (1, "") if "<" in closed else (0, "" if closed == ">&-" else "one two three")
+    )
+    assert "internal error" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_what_standard_output_cannot_write_is_escaped(encoding: str, tmp_path: Path) -> None:
+    """The words of a model and the names of its tokens and files are not ours to choose."""
+    text = "é \u2603"
+    model = write_script(tmp_path / "m\udcff.gguf", [text.encode()])
+
+    def written(*args: str) -> bytes:
+        command = [sys.executable, "-m", "qwen35rt", *args]
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        return subprocess.run(command, capture_output=True, timeout=60, check=True, env=environment).stdout
+
+    assert written("run", "-m", str(model), *ON, "--raw", "hi") == text.encode(encoding, "backslashreplace")
+    found = json.loads(written("info", str(model), "--json", "--full").decode(encoding))
+    assert found["files"] == [str(model)]
+    assert "Ġ" in "".join(found["metadata"]["tokenizer.ggml.tokens"])
+
+
 def test_sigint_ends_run_with_130(script: str) -> None:
     args = [sys.executable, "-m", "qwen35rt", "run", "-m", script, *ON, "--ignore-eos", "-n", "-1", "hi"]
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -250,6 +288,18 @@ def test_info(tiny_dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert other["supported"].startswith("no: ")
     assert len(other["metadata"]["tokenizer.ggml.tokens"]) == 320
     assert "tensors" not in other
+
+
+@pytest.mark.parametrize("flags", [[], ["--full"]])
+def test_info_writes_json_whatever_numbers_a_file_has(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = [1.5, float("nan"), float("-inf"), *[0.25] * 5]
+    model = write_tiny(tmp_path / "m.gguf", metadata={"x.some": numbers, "x.one": float("inf")})
+    assert main(["info", str(model), "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["metadata"]
+    some = found["x.some"] if flags else found["x.some"]["first"]
+    assert (some[:3], found["x.one"]) == ([1.5, "nan", "-inf"], "inf")
 
 
 def test_progress_shows_long_stages_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

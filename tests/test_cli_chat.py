@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,24 @@ def test_chat_answer_stopped_inside_reasoning_is_no_content(tmp_path: Path) -> N
         whole = chat.Chat(model, {}, progress, None, None)
         whole.handle("a")
         assert whole.messages[-1] == {"role": "assistant", "content": "hm </think>ok"}
+
+
+def test_a_terminal_of_the_c_locale_takes_every_letter(script: str) -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"LC_ALL": "C"}
+    args = [sys.executable, "-m", "qwen35rt", "chat", "-m", script, *ON]
+    written = b""
+    with subprocess.Popen(args, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment) as process:
+        os.close(theirs)
+        with suppress(OSError):  # the end of a terminal
+            for line in ("日本é\n", "\x04"):
+                while not written.endswith(b"> "):
+                    written += os.read(ours, 4096)
+                os.write(ours, line.encode())
+                written += os.read(ours, 1)
+        assert process.wait(30) == 0
+    os.close(ours)
+    assert b"one two three" in written
 
 
 def test_ctrl_c_stops_the_answer_not_the_chat(script: str) -> None:

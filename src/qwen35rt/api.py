@@ -328,8 +328,8 @@ class Model:
 
 
 def _as_list(ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
-    """Ids as Python integers; arrays of NumPy are welcome."""
-    return list(ids.tolist()) if isinstance(ids, np.ndarray) else list(ids)
+    """Ids as Python integers; arrays of NumPy are welcome, and its integers, as argmax gives them."""
+    return [int(i) if isinstance(i, np.integer) else i for i in ids]
 
 
 class Stream:

@@ -80,6 +80,12 @@ def test_faults_are_named(
     assert dense.read_bytes() == before
 
 
+def test_the_importance_matrix_is_an_input_too(dense: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out.write_bytes(b"an hour of work")
+    assert run(dense, out, "Q4_0", "--imatrix", out) == 1
+    assert "the output is also an input" in capsys.readouterr().err
+
+
 def test_a_damaged_input_is_refused(dense: Path, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.gguf").write_bytes(dense.read_bytes()[:-1000])
     assert run(tmp_path / "cut.gguf", out, "Q4_0") == 1

@@ -37,6 +37,33 @@ async def test_unknown_routes_and_methods(server: Server) -> None:
 
 
 @asynchronous
+async def test_web_sockets_are_refused(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a fault of the application, which would put a stack into the log for whoever asks."""
+    sent: list[Any] = []
+    coming: list[dict[str, Any]] = [{"type": "websocket.disconnect", "code": 1006}, {"type": "websocket.connect"}]
+
+    async def receive() -> dict[str, Any]:
+        return coming.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app: Any = server.app
+    scope: dict[str, Any] = {
+        "type": "websocket",
+        "path": "/v1/models",
+        "raw_path": b"/v1/models",
+        "root_path": "",
+        "scheme": "ws",
+    }
+    scope |= {"query_string": b"", "headers": [(b"host", b"localhost")], "subprotocols": [], "http_version": "1.1"}
+    scope |= {"asgi": {"spec_version": "2.3"}, "extensions": {}}
+    await app(scope, receive, send)
+    assert sent == [{"type": "websocket.close"}]
+    assert not caplog.records
+
+
+@asynchronous
 async def test_head_works_where_get_does(server: Server) -> None:
     for path in HEALTH:
         answer = await server.begin(None, path, "HEAD").end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from quart import Quart
 
 import qwen35rt
-from qwen35rt.errors import ModelFileError
+from qwen35rt.errors import ConfigError, ModelFileError
 from qwen35rt.server.app import create_app
 from qwen35rt.server.loading import open_model
 from qwen35rt.server.service import Service
@@ -135,6 +136,32 @@ async def test_each_step_counts_its_rows_once_the_server_is_ready(tiny_dense: Pa
         await post(create_app(service), {"prompt": [70] * 20, "max_tokens": 3, "ignore_eos": True})
         (line,) = [line for line in service.metrics.text().splitlines() if line.startswith(name)]
         assert line.endswith(b" 22.0")
+    finally:
+        service.close()
+
+
+def test_a_template_of_the_flags_that_is_none_ends_the_start(tiny_dense: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% if %}")
+    for settings in (ServerSettings(chat_template="{% for %}"), ServerSettings(chat_template_file=str(file))):
+        with pytest.raises(ConfigError, match=r"--chat-template.*no chat template: syntax error"):
+            open_model(settings, tiny_dense)
+
+
+@asynchronous
+async def test_a_file_whose_name_is_not_utf_8_is_served(tiny_dense: Path, tmp_path: Path) -> None:
+    model = tmp_path / os.fsdecode(b"b\xffd.gguf")
+    model.symlink_to(tiny_dense)
+    settings = ServerSettings(model=str(model), ctx_size=512, threads=1, device="cpu", cache_ram=0)
+    service = Service(settings, lambda: open_model(settings))
+    service.start()
+    try:
+        assert await asyncio.to_thread(service.loaded.wait, 30)
+        app = create_app(service)
+        assert (await post(app, {"prompt": "a", "max_tokens": 1})).json["model"] == "b?d"
+        for path in ("/v1/models", "/props", "/metrics", "/health"):
+            answer = await Exchange(app, "GET", path).end()
+            assert answer.status == 200, path
     finally:
         service.close()
 

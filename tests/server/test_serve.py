@@ -162,6 +162,7 @@ def test_b37_a_damaged_file_ends_it_with_one_line(
         (["--host", "0.0.0.0"], "--allow-unauthenticated"),
         (["--ssl-cert-file", "x.pem"], "--ssl-key-file"),
         (["--api-key-file", "/nowhere", "--port", "0"], "--api-key-file"),
+        (["--api-key", "", "--log-jsonl", "/nowhere/x", "--port", "0"], "--api-key is empty"),
         (["--config", "/nowhere"], "--config"),
         (["--log-jsonl", "/nowhere/x", "--port", "0"], "--log-jsonl"),
     ],

@@ -91,6 +91,14 @@ def test_keys_of_flag_and_file(tmp_path: Path) -> None:
     assert ServerSettings(api_key=("three", " "), api_key_file=str(file)).keys() == {"one", "two", "three"}
 
 
+def test_keys_that_are_empty_do_not_open_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n \n")
+    for settings in (ServerSettings(api_key=("",)), ServerSettings(api_key_file=str(file))):
+        with pytest.raises(ConfigError, match="no key"):
+            settings.keys()
+
+
 def test_queue_grows_with_the_slots() -> None:
     assert [ServerSettings(parallel=n).queue_places for n in (1, 16, 100)] == [64, 64, 400]
     assert ServerSettings(queue=0).queue_places == 0

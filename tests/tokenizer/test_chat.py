@@ -132,6 +132,13 @@ def test_values_are_spelled_as_python_spells_them(value: Any) -> None:
     """Tool arguments reach the prompt through string conversion: True, None, 1e-07."""
     for expression in ("{{ v }}", "{{ v|string }}", "{{ '' ~ v }}"):
         assert ChatTemplate(expression).render(USER, v=value) == str(value)
+    call = [{"role": "assistant", "arguments": {"v": value}}]
+    for expression, text in (("{{ %s }}", str(value)), ("{{ %s|tojson }}", json.dumps(value, ensure_ascii=False))):
+        assert ChatTemplate(expression % "messages[0].arguments.v").render(call) == text
+
+
+def test_numbers_among_the_variables_can_be_compared() -> None:
+    assert ChatTemplate("{{ v > 1.5 and v + 1 == 3 }}").render(USER, v=2.0) == "True"
 
 
 def test_b57_what_the_template_raises_is_the_error_text() -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..cli.parser import Parser, add_layers_argument, whole
+from ..cli.parser import Parser, add_layers_argument, filled, whole
 
 if TYPE_CHECKING:
     from ..backends.base import Executable
@@ -52,9 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "0-1024+256, 1-64*2) and can be repeated; every combination is run."
     )
     many: dict[str, Any] = {"action": "append", "metavar": "N"}
-    parser.add_argument("-m", "--model", action="append", metavar="PATH", help="GGUF file; can be repeated")
     parser.add_argument(
-        "-hf", "--hf-repo", action="append", metavar="USER/REPO[:QUANT]", help="model from Hugging Face"
+        "-m", "--model", action="append", type=filled, metavar="PATH", help="GGUF file; can be repeated"
+    )
+    parser.add_argument(
+        "-hf", "--hf-repo", action="append", type=filled, metavar="USER/REPO[:QUANT]", help="model from Hugging Face"
     )
     parser.add_argument(
         "-p", "--n-prompt", type=numbers(0), help="tokens of a prefill test, 0: none (default: 512)", **many

@@ -6,6 +6,7 @@ Only this package and bench print. Nothing heavy is imported before a command ne
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; -> exit code: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         code = _command(args)
         sys.stdout.flush()
@@ -66,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.code if isinstance(e.code, int) else EXIT_USAGE
     except Exception as e:
         return _failed(e, verbose="-v" in args or "--verbose" in args)
+
+
+def _open_streams() -> None:
+    """Standard streams that the caller has closed (``>&-``), for which Python has None, are those of /dev/null: else
+    files that are opened later would get their numbers, and lines for standard error would go to standard output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open until the end
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a Latin-1 terminal is no reason to break an answer off
 
 
 def _command(args: list[str]) -> int:

@@ -178,7 +178,12 @@ def _lines() -> Iterator[str]:
     terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  # gives input() its line editing and history
+            import readline  # gives input() its line editing and history
+
+            # In the C locale it would take the bytes of other letters for commands, and drop them.
+            readline.parse_and_bind("set input-meta on")
+            readline.parse_and_bind("set convert-meta off")
+            readline.parse_and_bind("set output-meta on")
     parts: list[str] = []
     while True:
         try:

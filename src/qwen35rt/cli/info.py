@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from .parser import add_model_arguments
+from .parser import add_model_arguments, filled
 
 if TYPE_CHECKING:
     from ..model.gguf_file import GgufFile
@@ -19,7 +20,7 @@ _TEXT = 100  # characters of a text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
-    parser.add_argument("file", nargs="?", metavar="PATH", help="the file, like -m")
+    parser.add_argument("file", nargs="?", type=filled, metavar="PATH", help="the file, like -m")
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument("--full", action="store_true", help="whole arrays and texts, not their beginnings")
     parser.add_argument("--no-tensors", action="store_true", help="leave the list of tensors out")
@@ -40,10 +41,15 @@ def main(args: argparse.Namespace) -> int:
     with open_gguf(model_path(args) or embedded_model()) as file:
         found = describe(file, full=args.full, tensors=not args.no_tensors)
     if args.json:
-        print(json.dumps(found, ensure_ascii=False, indent=2))
+        print(json.dumps(found, ensure_ascii=not _writes(sys.stdout.encoding), indent=2))
     else:
         _print(found)
     return 0
+
+
+def _writes(encoding: str | None) -> bool:
+    """Whether an encoding has every character; JSON spells those that one lacks in its own way."""
+    return (encoding or "").lower().replace("-", "") == "utf8"
 
 
 def describe(file: GgufFile, full: bool = False, tensors: bool = True) -> dict[str, Any]:
@@ -82,13 +88,18 @@ def _supported(file: GgufFile) -> str:
 def _value(file: GgufFile, key: str, full: bool) -> Any:
     length = file.metadata.array_length(key)
     if length is not None and length > _SHOWN and not full:
-        return {"length": length, "first": file.metadata[key][:_SHOWN]}
-    value = file.metadata[key]
+        return {"length": length, "first": _finite(file.metadata[key][:_SHOWN])}
+    value = _finite(file.metadata[key])
     if isinstance(value, str) and len(value) > _TEXT and not full:
         return value[:_TEXT] + f"... ({len(value)} characters)"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such numbers
     return value
+
+
+def _finite(value: Any) -> Any:
+    """A value, or a list, with words in place of numbers that JSON does not have."""
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -64,6 +64,13 @@ def layers(text: str) -> int | str:
     return "all" if text == "all" else int(whole(-1)(text))
 
 
+def filled(text: str) -> str:
+    """An argparse type: a text that is not empty, as that of an unset variable in a script is."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a model, or leave it out")
+    return text
+
+
 class _Number:
     def __init__(self, kind: type[int] | type[float], low: float, high: float) -> None:
         self.kind, self.low, self.high = kind, low, high
@@ -83,11 +90,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, engine: bool = True, ct
     """-m and -hf; with ``engine`` also what load() takes. ``ctx_size``: the help of -c where it means more."""
     g = parser.add_argument_group("model")
     g.add_argument(
-        "-m", "--model", metavar="PATH", help="GGUF file, any part of a split one, or a folder that holds one"
+        "-m",
+        "--model",
+        type=filled,
+        metavar="PATH",
+        help="GGUF file, any part of a split one, or a folder that holds one",
     )
     g.add_argument(
         "-hf",
         "--hf-repo",
+        type=filled,
         metavar="USER/REPO[:QUANT]",
         help="download from Hugging Face, or use the copy from before; QUANT defaults to Q4_K_M, then Q8_0",
     )

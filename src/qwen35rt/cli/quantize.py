@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     )
     with open_gguf(args.input) as source:
         if not args.dry_run:
-            refuse_output(Path(args.output), source.paths)
+            refuse_output(Path(args.output), [*source.paths, *([args.imatrix] if args.imatrix else [])])
         imatrix = (args.imatrix, read_imatrix(args.imatrix)) if args.imatrix else None
         plan = make_plan(source, mix, options, imatrix, args.allow_requantize)
         for line in plan.notes:

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .parser import add_layers_argument, real, whole
+from .parser import add_layers_argument, filled, real, whole
 
 if TYPE_CHECKING:
     from ..server.service import Service
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as the variable QWEN35RT_CTX_SIZE or as ctx-size in the file that --config names; the flag wins, then the "
         "variable. Without a model the embedded one is served."
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="GGUF file; the same as -m")
+    parser.add_argument("model_argument", nargs="?", type=filled, metavar="MODEL", help="GGUF file; the same as -m")
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings, named as the flags are")
     parser.add_argument("-v", "--verbose", action="store_true", help="more log lines, and where an error came from")
     for add in (_model, _engine, _address, _requests, _sampling, _chat, _times, _limits, _reports):
@@ -37,8 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _model(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("model")
-    g.add_argument("-m", "--model", metavar="PATH", help="GGUF file, any part of a split one, or a folder with one")
-    g.add_argument("-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help="download from Hugging Face, or use the copy")
+    g.add_argument(
+        "-m", "--model", type=filled, metavar="PATH", help="GGUF file, any part of a split one, or a folder with one"
+    )
+    g.add_argument(
+        "-hf",
+        "--hf-repo",
+        type=filled,
+        metavar="USER/REPO[:QUANT]",
+        help="download from Hugging Face, or use the copy",
+    )
     g.add_argument("--hf-file", metavar="NAME", help="the file of the repository, in place of QUANT")
     g.add_argument("-a", "--alias", action="append", metavar="NAME", help="name of the model, instead of the file's")
 
@@ -160,6 +168,8 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
     from ..errors import ConfigError
     from ..server.settings import read_settings
 
+    if args.api_key is not None and not "".join(args.api_key).strip(", "):
+        raise ConfigError("--api-key is empty; give a key, or leave it out")
     flags: dict[str, Any] = {
         name: ",".join(value) if isinstance(value, list) else value
         for name, value in vars(args).items()

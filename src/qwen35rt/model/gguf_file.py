@@ -199,10 +199,13 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
     Raises ModelFileError, naming the file and what is wrong with it; reads headers only.
     """
     file = Path(path)
-    if file.is_dir():
-        file = _model_in(file)
-    if not file.is_file():
-        raise ModelFileError(f"{file}: {'not a regular file' if file.exists() else 'no such file'}")
+    try:
+        if file.is_dir():
+            file = _model_in(file)
+        if not file.is_file():
+            raise ModelFileError(f"{file}: {'not a regular file' if file.exists() else 'no such file'}")
+    except OSError as e:  # a name that is too long, a folder that may not be read
+        raise ModelFileError(f"{file}: cannot be opened: {e.strerror}") from None
     part = Part(file, 0)
     if "split.count" not in part.values:
         return GgufFile([part])

@@ -20,7 +20,7 @@ from ..engine.engine import Engine, EngineSettings
 from ..engine.result import Completion, Delta
 from ..engine.sampler import SamplingParams
 from ..engine.sizes import pool_limits
-from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error
+from ..errors import BackendError, ConfigError, OutOfMemory, Qwen35Error, TemplateError
 from ..machine import cpu_name
 from ..model.embedded import is_embedded
 from ..model.program import Program
@@ -153,7 +153,13 @@ def _template(settings: ServerSettings, parts: Parts) -> ChatTemplate | None:
             raise ConfigError(f"--chat-template-file {name}: {e}") from None
     if text is None:
         return parts.template
-    return read_chat_template({"tokenizer.chat_template": text}, parts.tokenizer.vocab)
+    template = read_chat_template({"tokenizer.chat_template": text}, parts.tokenizer.vocab)
+    try:
+        if template is not None:
+            template.check()  # a file's own may be broken, and completions still work; this one was asked for
+    except TemplateError as e:
+        raise ConfigError(f"--chat-template{'-file' if name else ''}: {e}") from None
+    return template
 
 
 def _first_step(engine: Engine, n_ctx: int, n_vocab: int) -> None:
@@ -174,9 +180,14 @@ def _first_step(engine: Engine, n_ctx: int, n_vocab: int) -> None:
     engine.counters.reset()
 
 
+def _told(name: str) -> str:
+    """A name as answers can hold it: a file's may be any bytes, and JSON has none that are not UTF-8."""
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
 def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
     source, choice = parts.source, parts.choice
-    names = settings.alias or (_PART.sub("", source.path.stem),)
+    names = tuple(_told(name) for name in settings.alias or (_PART.sub("", source.path.stem),))
     with source.path.open("rb") as file:
         digest = hashlib.sha256(file.read(_HASHED_BYTES))
         stat = os.fstat(file.fileno())
@@ -193,7 +204,7 @@ def _facts(settings: ServerSettings, parts: Parts, n_ctx: int) -> ModelFacts:
         reason=choice.reason,
         isa=choice.isa or "",
         threads=choice.threads,
-        file_name=source.path.name,
+        file_name=_told(source.path.name),
         hash=digest.hexdigest(),
         quant=recipe(source.file),
         vocab_type=parts.tokenizer.vocab.model,

@@ -110,6 +110,9 @@ class Recorder:
         self.open: set[Record] = set()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there is none here; the server says 403, and nobody's log gets a stack
+            await send({"type": "websocket.close"})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

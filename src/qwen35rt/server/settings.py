@@ -137,14 +137,18 @@ class ServerSettings:
         return is_loopback(self.host)
 
     def keys(self) -> frozenset[str]:
-        """All API keys. Raises ConfigError for a key file that cannot be read."""
+        """All API keys. Raises ConfigError for a key file that cannot be read, and where only empty ones are named."""
         found = {key.strip() for key in self.api_key}
         if self.api_key_file is not None:
             try:
                 found |= {line.strip() for line in Path(self.api_key_file).read_text(encoding="utf-8").splitlines()}
             except (OSError, UnicodeDecodeError) as e:
                 raise ConfigError(f"--api-key-file {self.api_key_file}: {e}") from None
-        return frozenset(found - {""})
+        found.discard("")
+        if not found and (self.api_key or self.api_key_file is not None):
+            # Whoever names keys does not mean a server that needs none.
+            raise ConfigError("--api-key and --api-key-file hold no key; give one, or leave them out")
+        return frozenset(found)
 
 
 def is_loopback(host: str) -> bool:

@@ -42,6 +42,15 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._guard: tuple[Vocab, Guard] | None = None
 
+    def check(self) -> None:
+        """Raise TemplateError if the source is no template."""
+        import minijinja
+
+        try:
+            self._compiled()
+        except minijinja.TemplateError as e:
+            raise TemplateError(f"it is no chat template: {e.message}", "messages") from None
+
     def render(
         self,
         messages: Sequence[Message],
@@ -142,7 +151,7 @@ class _Raised(Exception):
 
 
 class _Spelled:
-    """A float that the engine would write otherwise than Python does, such as 1e-07."""
+    """A float that the engine would write otherwise than Python does, such as 1e-07; it hands 2.0 to filters as 2."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -207,7 +216,8 @@ def plain_copy(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int | _Spelled):
         return value
     if isinstance(value, float):
-        return value if _is_plain(value) else _Spelled(value)
+        # A variable of its own stays a number, which templates may compare.
+        return value if _is_plain(value, whole=depth < 2) else _Spelled(value)
     if depth >= TEMPLATE.max_depth:
         raise RequestError(f"messages or tools are nested more than {TEMPLATE.max_depth} deep", "messages")
     if isinstance(value, Mapping):
@@ -226,9 +236,9 @@ def _checked(text: str) -> str:
     return text
 
 
-def _is_plain(value: float) -> bool:
+def _is_plain(value: float, whole: bool) -> bool:
     spelled = repr(value)
-    return not ("e" in spelled or "n" in spelled)
+    return not ("e" in spelled or "n" in spelled or (spelled.endswith(".0") and not whole))
 
 
 def strings_in(value: Any, depth: int = 0) -> Iterator[str]:
