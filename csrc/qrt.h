@@ -32,12 +32,12 @@ typedef struct {
 } qrt_view;
 
 // Rows quantised to int8 in blocks of 32: x[i] is about d[i / 32] * q[i].
-// n16: the sum of q over each 16 elements; s32, s16: d times that over each 32, each 16. Rows are
+// n32, n16: the sum of q over each 32 elements, each 16; s32, s16: d times those. Rows are
 // contiguous: cols, cols / 32, ..
 typedef struct {
     int8_t *q;
     float *d, *s32, *s16;
-    int32_t *n16;
+    int32_t *n32, *n16;
     int64_t cols;
 } qrt_quant;
 

@@ -86,6 +86,9 @@ INLINE __m256i join_32(const __m256i v[4]) {
 INLINE qf add_block(qf acc, __m256i sums, const float *s, float d) {
     return qf_fma(qf_mul(ilane_float(sums), qf_load(s)), qf_set1(d), acc);
 }
+INLINE __m256i from_start(__m256i sums, int32_t start) {
+    return _mm256_add_epi32(sums, _mm256_set1_epi32(start));
+}
 INLINE qf take_minimum(qf acc, qf m, float sum) { return qf_fnma(m, qf_set1(sum), acc); }
 
 // Scales of eight blocks of Q4_0 in each row: h[block][row].
@@ -137,12 +140,11 @@ INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
                                         _mm256_maddubs_epi16(high_four(w), xh));
                 HOLD(v[p]);
             }
-            const qf s = qf_from_f16(h[b]);
-            acc = qf_fma(qf_mul(ilane_float(join_4_bits(v)), s), qf_set1(x.d[b]), acc);
-            acc = take_minimum(acc, qf_mul(s, qf_set1(8)), x.s[b]);
+            const __m256i sums = from_start(join_4_bits(v), x.starts[b]);
+            acc = qf_fma(qf_mul(ilane_float(sums), qf_from_f16(h[b])), qf_set1(x.d[b]), acc);
             r.a += 18, r.b += 18;
         }
-        x.q += 256, x.d += 8, x.s += 8;
+        x.q += 256, x.d += 8, x.starts += 8;
     }
     return acc;
 }
@@ -382,18 +384,16 @@ INLINE qf times_scales(qf d, const int8_t scales[QF]) {
 }
 
 // Columns 32 b to 32 b + 31 of half a block, whose sums are four_rows_6_bits' of rows 0 to 3 and of
-// rows 4 to 7; scales, dx, s: the half's. d has the factor 32 of the minima, so dx is divided by
-// it: powers of two, which change no bit of the rest.
+// rows 4 to 7; scales, dx, starts: the half's.
 INLINE qf add_6_bits(const __m256i sums[2][4], const int b, const int8_t scales[8][QF], qf d,
-                     const float *dx, const float *s, qf acc) {
+                     const float *dx, const int32_t *starts, qf acc) {
     const __m256i low = _mm256_load_si256(&sums[0][b]), high = _mm256_load_si256(&sums[1][b]);
     const __m256i mid = _mm256_permute2x128_si256(low, high, 0x21);
     const __m256i i0 = _mm256_blend_epi32(low, mid, 0xf0), i1 = _mm256_blend_epi32(mid, high, 0xf0);
-    const qf m0 = times_scales(d, scales[2 * b]), m1 = times_scales(d, scales[2 * b + 1]);
-    const qf f = qf_fma(ilane_float(i1), m1, qf_mul(ilane_float(i0), m0));
-    acc = qf_fma(f, qf_set1(dx[b]), acc);
-    acc = take_minimum(acc, m0, s[2 * b]);
-    acc = take_minimum(acc, m1, s[2 * b + 1]);
+    const qf s0 = times_scales(d, scales[2 * b]), s1 = times_scales(d, scales[2 * b + 1]);
+    const qf f0 = ilane_float(from_start(i0, starts[2 * b])),
+             f1 = ilane_float(from_start(i1, starts[2 * b + 1]));
+    acc = qf_fma(qf_fma(f1, s1, qf_mul(f0, s0)), qf_set1(dx[b]), acc);
     HOLD(acc);
     return acc;
 }
@@ -404,7 +404,6 @@ INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
     qf acc = qf_zero(), d = qf_zero();
     places r = places_of(src, stride);
     _Alignas(32) int8_t scales[16][QF];
-    float dx[8];
     __m256i sums[2][2][4];
     int64_t c = 0;
     do {
@@ -412,8 +411,7 @@ INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
         for (int n = 0; n < 2; n++) {
             if (n) {
                 scales_by_group(&r, scales);
-                d = qf_mul(qf_halves(r.a + 208, stride), qf_set1(32));
-                qf_store(dx, qf_mul(qf_load(x.d), qf_set1(1 / 32.0f)));
+                d = qf_halves(r.a + 208, stride);
             }
 #    pragma GCC unroll 2
             for (int rows = 0; rows < 2; rows++) {
@@ -423,15 +421,17 @@ INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
                                  sums[n][rows]);
 #    pragma GCC unroll 2
                 for (int b = 2 * rows; b < 2 * rows + 2; b++) {
-                    if (n) acc = add_6_bits(sums[0], b, scales, d, dx, x.s, acc);
-                    else if (c) acc = add_6_bits(sums[1], b, scales + 8, d, dx + 4, x.s - 8, acc);
+                    if (n) acc = add_6_bits(sums[0], b, scales, d, x.d, x.starts, acc);
+                    else if (c)
+                        acc = add_6_bits(sums[1], b, scales + 8, d, x.d - 4, x.starts - 8, acc);
                 }
             }
         }
-        x.q += 256, x.d += 8, x.s += 16;
+        x.q += 256, x.d += 8, x.starts += 16;
         r.a += 210, r.b += 210;
     } while (++c < blocks / 8);
-    for (int b = 0; b < 4; b++) acc = add_6_bits(sums[1], b, scales + 8, d, dx + 4, x.s - 8, acc);
+    for (int b = 0; b < 4; b++)
+        acc = add_6_bits(sums[1], b, scales + 8, d, x.d - 4, x.starts - 8, acc);
     return acc;
 }
 #endif

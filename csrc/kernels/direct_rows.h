@@ -8,20 +8,20 @@
 
 #if defined(QRT_LEVEL_AVX2)
 #    define SPLIT_FORMATS(X)                                                                       \
-        X(Q4_0, q4_0, 4, 32)                                                                       \
-        X(Q4_1, q4_1, 4, 32)                                                                       \
-        X(Q5_0, q5_0, 5, 32)                                                                       \
-        X(Q5_1, q5_1, 5, 32)                                                                       \
-        X(Q8_0, q8_0, 8, 32)                                                                       \
-        X(IQ4_NL, iq4_nl, 8, 32)                                                                   \
-        X(MXFP4, mxfp4, 8, 32)                                                                     \
-        X(Q2_K, q2_k, 4, 16)                                                                       \
-        X(Q3_K, q3_k, 4, 16)                                                                       \
-        X(Q4_K, q4_k, 4, 32)                                                                       \
-        X(Q5_K, q5_k, 5, 32)                                                                       \
-        X(Q6_K, q6_k, 6, 16)                                                                       \
-        X(IQ4_XS, iq4_xs, 8, 32)                                                                   \
-        X(TQ2_0, tq2_0, 4, 32)
+        X(Q4_0, q4_0, 4, 32, 8)                                                                    \
+        X(Q4_1, q4_1, 4, 32, 0)                                                                    \
+        X(Q5_0, q5_0, 5, 32, 16)                                                                   \
+        X(Q5_1, q5_1, 5, 32, 0)                                                                    \
+        X(Q8_0, q8_0, 8, 32, 0)                                                                    \
+        X(IQ4_NL, iq4_nl, 8, 32, 0)                                                                \
+        X(MXFP4, mxfp4, 8, 32, 0)                                                                  \
+        X(Q2_K, q2_k, 4, 16, 0)                                                                    \
+        X(Q3_K, q3_k, 4, 16, 4)                                                                    \
+        X(Q4_K, q4_k, 4, 32, 0)                                                                    \
+        X(Q5_K, q5_k, 5, 32, 0)                                                                    \
+        X(Q6_K, q6_k, 6, 16, 32)                                                                   \
+        X(IQ4_XS, iq4_xs, 8, 32, 0)                                                                \
+        X(TQ2_0, tq2_0, 4, 32, 1)
 
 // split_<format>(src, stride, nb, q): nb x 32 columns as bytes, q[columns / 16][4]: 16 columns of
 // row p in the lower half of [p], of row p + 4 in the upper one.
@@ -211,16 +211,18 @@ INLINE __m256i join(const int bits, const __m256i v[4]) {
     return bits == 4 ? join_4_bits(v) : bits < 8 ? join_6_bits(v) : join_32(v);
 }
 
-// x row `row` from block `first` of 32 columns on
-INLINE xrow x_row(const qrt_quant *x, int64_t row, int64_t first, const int group) {
-    const int64_t at = row * (x->cols / 32) + first;
-    return (xrow){x->q + at * 32, x->d + at, group == 32 ? x->s32 + at : x->s16 + 2 * at,
-                  x->n16 + 2 * at};
+// x row xs[i] from block `first` of 32 columns on; starts: [n][cols / group]
+INLINE xrow x_row(const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t i,
+                  int64_t first, const int group) {
+    const int64_t blocks = x->cols / 32, at = xs[i] * blocks + first, per = 32 / group;
+    return (xrow){x->q + at * 32, x->d + at, (group == 32 ? x->s32 : x->s16) + at * per,
+                  starts + (i * blocks + first) * per};
 }
 
 // mr (1 or 2) x rows against nb x 32 columns of q; acc: [mr]
-INLINE void dot_split(const int bits, const int group, const int mr, const __m256i *q, int nb,
-                      const float *s, const float *m, const xrow *x, qf *acc) {
+INLINE void dot_split(const int bits, const int group, const int off, const int mr,
+                      const __m256i *q, int nb, const float *s, const float *m, const xrow *x,
+                      qf *acc) {
     const int per = 32 / group;
     qf a[2];
 #    pragma GCC unroll 2
@@ -250,7 +252,12 @@ INLINE void dot_split(const int bits, const int group, const int mr, const __m25
             }
             if (per == 2 || half)
 #    pragma GCC unroll 2
-                for (int t = 0; t < mr; t++) sums[t][half] = join(bits, v[t]);
+                for (int t = 0; t < mr; t++) {
+                    sums[t][half] = join(bits, v[t]);
+                    if (off)
+                        sums[t][half] =
+                            from_start(sums[t][half], x[t].starts[b * per + half % per]);
+                }
         }
 #    pragma GCC unroll 2
         for (int t = 0; t < mr; t++) {
@@ -262,7 +269,7 @@ INLINE void dot_split(const int bits, const int group, const int mr, const __m25
                                     qf_mul(ilane_float(sums[t][0]), qf_load(sb)));
                 a[t] = qf_fma(f, qf_set1(x[t].d[b]), a[t]);
             }
-            if (bits < 8)
+            if (HAS_MINIMA(bits, off))
 #    pragma GCC unroll 2
                 for (int g = 0; g < per; g++)
                     a[t] = take_minimum(a[t], qf_load(mb + g * NR), x[t].s[b * per + g]);
@@ -273,17 +280,18 @@ INLINE void dot_split(const int bits, const int group, const int mr, const __m25
     for (int t = 0; t < mr; t++) acc[t] = a[t];
 }
 // All n x rows of a call: rows xs of x from block `first` of 32 columns on.
-INLINE void dot_all_x(const int bits, const int group, const __m256i *q, int nb, const float *s,
-                      const float *m, const qrt_quant *x, const int32_t *xs, int n, int64_t first,
-                      qf *acc) {
+INLINE void dot_all_x(const int bits, const int group, const int off, const __m256i *q, int nb,
+                      const float *s, const float *m, const qrt_quant *x, const int32_t *xs,
+                      const int32_t *starts, int n, int64_t first, qf *acc) {
     int i = 0;
     for (; i + 2 <= n; i += 2) {
-        const xrow two[2] = {x_row(x, xs[i], first, group), x_row(x, xs[i + 1], first, group)};
-        dot_split(bits, group, 2, q, nb, s, m, two, acc + i);
+        const xrow two[2] = {x_row(x, xs, starts, i, first, group),
+                             x_row(x, xs, starts, i + 1, first, group)};
+        dot_split(bits, group, off, 2, q, nb, s, m, two, acc + i);
     }
     if (i < n) {
-        const xrow one = x_row(x, xs[i], first, group);
-        dot_split(bits, group, 1, q, nb, s, m, &one, acc + i);
+        const xrow one = x_row(x, xs, starts, i, first, group);
+        dot_split(bits, group, off, 1, q, nb, s, m, &one, acc + i);
     }
 }
 #endif

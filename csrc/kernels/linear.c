@@ -22,8 +22,9 @@ typedef struct qrt_product {
     const qrt_tensor *w;
     const uint8_t *data; // of the expert
     float scale;
-    const qrt_quant *x; // for quantised weights
-    const float *xf;    // for float weights, rows of w->cols, x_ld apart
+    const qrt_quant *x;    // for quantised weights
+    const int32_t *starts; // of their sums, [n][cols / group]; see set_starts
+    const float *xf;       // for float weights, rows of w->cols, x_ld apart
     int64_t x_ld;
     const int32_t *x_rows, *out_rows;
     int64_t n; // x rows
@@ -74,20 +75,24 @@ INLINE row_set set_of(int64_t i, int64_t spread, int64_t rows, int size) {
 typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
 
 // One function for each kind of panel and each format's packing: products share them.
-typedef void (*mul_fn)(panel *, int nb, const qrt_quant *, const int32_t *xs, int64_t n,
-                       int64_t first_block, float *acc);
-#define MUL(BITS, GROUP)                                                                           \
-    static __attribute__((noinline)) void mul_##BITS##_##GROUP(                                    \
-        panel *p, int nb, const qrt_quant *x, const int32_t *xs, int64_t n, int64_t first,         \
-        float *acc) {                                                                              \
-        mul_panel(BITS, GROUP, p, nb, x, xs, n, first, acc);                                       \
+typedef void (*mul_fn)(panel *, int nb, const qrt_quant *, const int32_t *xs, const int32_t *starts,
+                       int64_t n, int64_t first_block, float *acc);
+#define MUL(BITS, GROUP, OFF)                                                                      \
+    static __attribute__((noinline)) void mul_##BITS##_##GROUP##_##OFF(                            \
+        panel *p, int nb, const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t n, \
+        int64_t first, float *acc) {                                                               \
+        mul_panel(BITS, GROUP, OFF, p, nb, x, xs, starts, n, first, acc);                          \
     }
-MUL(4, 32)
-MUL(4, 16)
-MUL(5, 32)
-MUL(6, 16)
-MUL(8, 32)
-MUL(8, 16)
+MUL(4, 32, 0)
+MUL(4, 32, 1)
+MUL(4, 32, 8)
+MUL(4, 16, 0)
+MUL(4, 16, 4)
+MUL(5, 32, 0)
+MUL(5, 32, 16)
+MUL(6, 16, 32)
+MUL(8, 32, 0)
+MUL(8, 16, 0)
 
 typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int64_t first_block32,
                         int nb, panel *);
@@ -116,7 +121,7 @@ INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows
             to.ahead_end = from + NR * bytes * (blocks + b + nb) / blocks;
         }
         pack(from, apart * bytes, n_rows, b, nb, &to);
-        mul(&to, nb, p->x, p->x_rows, p->n, b, acc);
+        mul(&to, nb, p->x, p->x_rows, p->starts, p->n, b, acc);
     }
     for (int64_t i = 0; i < p->n; i++) store_rows(p, i, r, apart, acc + i * NR, n_rows);
 }
@@ -130,7 +135,7 @@ static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t 
 }
 #define X(NAME, name, id, block, bytes, BITS, GROUP, OFF)                                          \
     static void product_##name(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {   \
-        product_quant(p, row0, rows, scratch, packed_##name, mul_##BITS##_##GROUP);                \
+        product_quant(p, row0, rows, scratch, packed_##name, mul_##BITS##_##GROUP##_##OFF);        \
     }
 QRT_QUANT_FORMATS(X)
 #undef X
@@ -208,7 +213,7 @@ INLINE int64_t product_far(const product *p, int64_t row0, int64_t rows, scales_
             const int64_t each = rows / QF, bytes = p->w->row_bytes, blocks = p->w->cols / 32;     \
             for (int64_t r = row0; r < row0 + each; r++) {                                         \
                 for (int i = 0; i < p->n; i++) {                                                   \
-                    const xrow x = x_row(p->x, p->x_rows[i], 0, name##_group);                     \
+                    const xrow x = x_row(p->x, p->x_rows, p->starts, i, 0, name##_group);          \
                     float y[QF];                                                                   \
                     qf_store(y, direct_##suffix(p->data + r * bytes, each * bytes, blocks, x));    \
                     store_rows(p, i, r, each, y, QF);                                              \
@@ -221,19 +226,23 @@ DIRECT_FORMATS(X)
 #    undef X
 
 // One function for each kind of split weights: formats share them.
-#    define DOT(BITS, GROUP)                                                                       \
-        static __attribute__((noinline)) void dot_##BITS##_##GROUP(                                \
+#    define DOT(BITS, GROUP, OFF)                                                                  \
+        static __attribute__((noinline)) void dot_##BITS##_##GROUP##_##OFF(                        \
             const __m256i *q, int nb, const float *s, const float *m, const qrt_quant *x,          \
-            const int32_t *xs, int n, int64_t first, qf *acc) {                                    \
-            dot_all_x(BITS, GROUP, q, nb, s, m, x, xs, n, first, acc);                             \
+            const int32_t *xs, const int32_t *starts, int n, int64_t first, qf *acc) {             \
+            dot_all_x(BITS, GROUP, OFF, q, nb, s, m, x, xs, starts, n, first, acc);                \
         }
-DOT(4, 32)
-DOT(4, 16)
-DOT(5, 32)
-DOT(6, 16)
-DOT(8, 32)
+DOT(4, 32, 0)
+DOT(4, 32, 1)
+DOT(4, 32, 8)
+DOT(4, 16, 0)
+DOT(4, 16, 4)
+DOT(5, 32, 0)
+DOT(5, 32, 16)
+DOT(6, 16, 32)
+DOT(8, 32, 0)
 #    undef DOT
-#    define X(NAME, name, BITS, GROUP)                                                             \
+#    define X(NAME, name, BITS, GROUP, OFF)                                                        \
         INLINE void split_columns_##name(const product *p, const uint8_t *src, int64_t stride,     \
                                          int nb, int64_t b, const float *s, const float *m,        \
                                          qf *acc) {                                                \
@@ -241,7 +250,8 @@ DOT(8, 32)
             split_##name(src, stride, nb, q);                                                      \
             for (int i = 0; i < QF; i++)                                                           \
                 fetch_lines(src + i * stride, 256 / name##_elements * name##_bytes);               \
-            dot_##BITS##_##GROUP(q, nb, s, m, p->x, p->x_rows, (int)p->n, b, acc);                 \
+            dot_##BITS##_##GROUP##_##OFF(q, nb, s, m, p->x, p->x_rows, p->starts, (int)p->n, b,    \
+                                         acc);                                                     \
         }                                                                                          \
         FAR(split, name, name)
 SPLIT_FORMATS(X)
@@ -259,7 +269,7 @@ static int64_t direct(const product *p, int64_t row0, int64_t rows) {
         }
     }
     switch (p->w->format) {
-#    define X(NAME, name, BITS, GROUP)                                                             \
+#    define X(NAME, name, ...)                                                                     \
     case QRT_##NAME: return split_product_##name(p, row0, rows);
         SPLIT_FORMATS(X)
 #    undef X
@@ -268,8 +278,31 @@ static int64_t direct(const product *p, int64_t row0, int64_t rows) {
 }
 #endif
 
-static void multiply(const qrt_kernels *k, const product *p, int64_t row0, int64_t rows,
+static const struct {
+    int group, taken;
+} kinds[QRT_N_FORMATS] = {
+#define X(NAME, name, id, block, bytes, BITS, GROUP, OFF) [QRT_##NAME] = {GROUP, TAKEN(BITS, OFF)},
+    QRT_QUANT_FORMATS(X)
+#undef X
+};
+
+// What is taken off weights is whole numbers times the sums of x, where sums of products begin:
+// once for all rows of weights. -> scratch behind them
+static uint8_t *set_starts(product *p, uint8_t *scratch) {
+    const int group = kinds[p->w->format].group, taken = kinds[p->w->format].taken;
+    int32_t *starts = (int32_t *)scratch;
+    p->starts = starts; // in any case, as addresses are computed from it
+    if (!taken) return scratch;
+    const int32_t *sums = group == 32 ? p->x->n32 : p->x->n16;
+    const int64_t each = p->w->cols / group;
+    for (int64_t i = 0; i < p->n; i++)
+        for (int64_t g = 0; g < each; g++) *starts++ = -taken * sums[p->x_rows[i] * each + g];
+    return scratch + ((p->n * each * 4 + 63) & ~(int64_t)63);
+}
+
+static void multiply(const qrt_kernels *k, product *p, int64_t row0, int64_t rows,
                      uint8_t *scratch) {
+    scratch = set_starts(p, scratch);
     const int64_t done = p->n <= QRT_DIRECT_X && k->direct ? k->direct(p, row0, rows) : 0;
     if (done < rows) products[p->w->format](p, row0 + done, rows - done, scratch);
 }
@@ -297,18 +330,18 @@ static void op_linear(const qrt_op *op, const qrt_ctx *c) {
         for (; piece < first + pieces; piece = qrt_take(c)) {
             const int64_t x0 = (piece - first) / row_pieces * step,
                           r0 = (piece - first) % row_pieces * rows_each;
-            const product p = {.w = w,
-                               .data = w->data,
-                               .scale = w->scale ? w->scale[0] : 1,
-                               .x = &op->quant,
-                               .xf = op->in[0].ptr,
-                               .x_ld = op->in[0].ld,
-                               .x_rows = identity + x0,
-                               .out_rows = identity + x0,
-                               .n = n - x0 < step ? n - x0 : step,
-                               .out = part->out.ptr,
-                               .ld = part->out.ld,
-                               .residual = part->residual};
+            product p = {.w = w,
+                         .data = w->data,
+                         .scale = w->scale ? w->scale[0] : 1,
+                         .x = &op->quant,
+                         .xf = op->in[0].ptr,
+                         .x_ld = op->in[0].ld,
+                         .x_rows = identity + x0,
+                         .out_rows = identity + x0,
+                         .n = n - x0 < step ? n - x0 : step,
+                         .out = part->out.ptr,
+                         .ld = part->out.ld,
+                         .residual = part->residual};
             multiply(c->kernels, &p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each, own);
         }
         first += pieces;
@@ -345,17 +378,17 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
             for (; piece < first + pieces; piece = qrt_take(c)) {
                 const int64_t x0 = lo + (piece - first) / row_pieces * step;
                 const int64_t r0 = (piece - first) % row_pieces * rows_each;
-                const product p = {.w = w,
-                                   .data = w->data + e * w->expert_bytes,
-                                   .scale = w->scale ? w->scale[e] : 1,
-                                   .x = &op->quant,
-                                   .xf = op->in[0].ptr,
-                                   .x_ld = op->n[1] ? w->cols : op->in[0].ld,
-                                   .x_rows = x_rows + x0,
-                                   .out_rows = order + x0,
-                                   .n = hi - x0 < step ? hi - x0 : step,
-                                   .out = part->out.ptr,
-                                   .ld = w->rows};
+                product p = {.w = w,
+                             .data = w->data + e * w->expert_bytes,
+                             .scale = w->scale ? w->scale[e] : 1,
+                             .x = &op->quant,
+                             .xf = op->in[0].ptr,
+                             .x_ld = op->n[1] ? w->cols : op->in[0].ld,
+                             .x_rows = x_rows + x0,
+                             .out_rows = order + x0,
+                             .n = hi - x0 < step ? hi - x0 : step,
+                             .out = part->out.ptr,
+                             .ld = w->rows};
                 multiply(c->kernels, &p, r0, w->rows - r0 < rows_each ? w->rows - r0 : rows_each,
                          own);
             }

@@ -29,7 +29,7 @@ INLINE void pack_lookup(const int8_t *values, const uint8_t *src, int64_t stride
 }
 
 INLINE void scales_q4_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++) store_s(to, b, 8, qf_halves(src + 18 * b, stride));
+    for (int b = 0; b < nb; b++) store_s(to, b, qf_halves(src + 18 * b, stride));
 }
 INLINE void pack_q4_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q4_0(src, stride, nb, to);
@@ -69,7 +69,7 @@ INLINE void pack_five_bits(const uint8_t *src, const uint8_t *bits, int64_t stri
 }
 
 INLINE void scales_q5_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++) store_s(to, b, 16, qf_halves(src + 22 * b, stride));
+    for (int b = 0; b < nb; b++) store_s(to, b, qf_halves(src + 22 * b, stride));
 }
 INLINE void pack_q5_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q5_0(src, stride, nb, to);
@@ -85,7 +85,7 @@ INLINE void pack_q5_1(const uint8_t *src, int64_t stride, int nb, const panel *t
 }
 
 INLINE void scales_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++) store_s(to, b, 0, qf_halves(src + 34 * b, stride));
+    for (int b = 0; b < nb; b++) store_s(to, b, qf_halves(src + 34 * b, stride));
 }
 INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q8_0(src, stride, nb, to);
@@ -99,7 +99,7 @@ INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *t
 }
 
 INLINE void scales_iq4_nl(const uint8_t *src, int64_t stride, int nb, const panel *to) {
-    for (int b = 0; b < nb; b++) store_s(to, b, 0, qf_halves(src + 18 * b, stride));
+    for (int b = 0; b < nb; b++) store_s(to, b, qf_halves(src + 18 * b, stride));
 }
 INLINE void pack_iq4_nl(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_iq4_nl(src, stride, nb, to);
@@ -113,7 +113,7 @@ INLINE void scales_iq4_xs(const uint8_t *src, int64_t stride, int nb, const pane
     qf d = qf_halves(src, stride);
     for (int i = 0; i < 8; i++) {
         wv scale = (h[1] >> 4 * i & 15) | (h[0] >> (16 + 2 * i) & 3) << 4;
-        store_s(to, i, 0, scaled(d, scale - 32));
+        store_s(to, i, scaled(d, scale - 32));
     }
 }
 INLINE void pack_iq4_xs(const uint8_t *src, int64_t stride, int nb, const panel *to) {
@@ -125,7 +125,7 @@ INLINE void scales_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel
     for (int b = 0; b < nb; b++, src += 17) {
         float s[QF];
         for (int r = 0; r < QF; r++) s[r] = half_e8m0(src[r * stride]);
-        store_s(to, b, 0, qf_load(s));
+        store_s(to, b, qf_load(s));
     }
 }
 INLINE void pack_mxfp4(const uint8_t *src, int64_t stride, int nb, const panel *to) {
@@ -138,7 +138,7 @@ INLINE void pack_nvfp4(const uint8_t *src, int64_t stride, int nb, const panel *
         for (int g = 0; g < 4; g++) {
             float s[QF];
             for (int r = 0; r < QF; r++) s[r] = half_ue4m3(src[r * stride + g]);
-            store_s(to, 2 * b + g, 0, qf_load(s));
+            store_s(to, 2 * b + g, qf_load(s));
         }
         for (int half = 0; half < 2; half++) { // 8 bytes are 16 columns
             wv w[4];
@@ -197,7 +197,7 @@ INLINE void scales_q3_k(const uint8_t *src, int64_t stride, int nb, const panel 
     for (int g = 0; g < 16; g++) {
         wv low = s[g / 4 % 2] >> (8 * (g % 4) + 4 * (g / 8)) & 15;
         wv high = s[2] >> (8 * (g % 4) + 2 * (g / 4)) & 3;
-        store_s(to, g, 4, scaled(d, (low | high << 4) - 32));
+        store_s(to, g, scaled(d, (low | high << 4) - 32));
     }
 }
 INLINE void pack_q3_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
@@ -208,7 +208,7 @@ INLINE void pack_q3_k(const uint8_t *src, int64_t stride, int nb, const panel *t
 INLINE void scales_tq2_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     (void)nb;
     qf d = qf_halves(src + 64, stride);
-    for (int g = 0; g < 8; g++) store_s(to, g, 1, d);
+    for (int g = 0; g < 8; g++) store_s(to, g, d);
 }
 INLINE void pack_tq2_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_tq2_0(src, stride, nb, to);
@@ -265,7 +265,7 @@ INLINE void scales_q6_k(const uint8_t *src, int64_t stride, int nb, const panel 
     wv_rows(src + 192, stride, scales);
     for (int g = 0; g < 16; g++) {
         wv scale = ((scales[g / 4] >> 8 * (g % 4) & 255) ^ 128) - 128; // sign extended
-        store_s(to, g, 32, scaled(d, scale));
+        store_s(to, g, scaled(d, scale));
     }
 }
 INLINE void pack_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {

@@ -1,10 +1,10 @@
 // A panel: NR rows of a quantised matrix by up to 256 columns, unpacked and interleaved for
 // products along the columns.
-//     value of (row r, column c) = s[c / GROUP][r] * q[c / 4][r][c % 4] - m[c / GROUP][r]
-// q is unsigned (the format's OFF is part of m), but for formats of 8 bits: those are int8 and have
-// no m. Products of unsigned x signed bytes want more of them: at AVX-512 q is int8 + 128, which
-// the sums of x make up for; at AVX2, where they would overflow, q is |int8| and behind it int8,
-// [columns / 4][2][NR][4], so that the sign can go to x.
+//     value of (row r, column c) = s[c / GROUP][r] * (q[c / 4][r][c % 4] - off) - m[c / GROUP][r]
+// A format has an off, minima m, or neither: 8 bits, which are int8 where all other q are unsigned.
+// Products of unsigned x signed bytes want more of them: at AVX-512 q is int8 + 128, their off; at
+// AVX2, where that would overflow, q is |int8| and behind it int8, [columns / 4][2][NR][4], so that
+// the sign can go to x.
 #ifndef QRT_PANEL_H
 #define QRT_PANEL_H
 #include "kernels.h"
@@ -19,10 +19,13 @@ typedef struct {
 
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
 #    define NR 32
-#    define UNSIGNED_OFF 128 // makes int8 unsigned
+#    define INT8_OFF 128 // makes int8 unsigned
 #else
 #    define NR 16
+#    define INT8_OFF 0
 #endif
+#define HAS_MINIMA(bits, off) ((bits) < 8 && (off) == 0)
+#define TAKEN(bits, off) ((bits) == 8 ? INT8_OFF : (off)) // off the q of a panel
 
 #ifdef QRT_LEVEL_AVX2
 #    define PARTS(bits) ((bits) == 8 ? 2 : 1) // of q
@@ -33,7 +36,7 @@ typedef struct {
 enum {
 #define X(NAME, name, id, ELEMENTS, BYTES, BITS, GROUP, OFF)                                       \
     name##_bits = BITS, name##_group = GROUP, name##_elements = ELEMENTS, name##_bytes = BYTES,    \
-    name##_off = OFF,
+    name##_minima = HAS_MINIMA(BITS, OFF),
     QRT_QUANT_FORMATS(X)
 #undef X
 };
@@ -45,16 +48,11 @@ INLINE void store_int8(const panel *to, int k, wv q) {
 #ifdef QRT_LEVEL_AVX2
     store_q(to, 2 * k, (wv)_mm256_abs_epi8((__m256i)q));
     store_q(to, 2 * k + 1, q);
-#elif defined(UNSIGNED_OFF)
-    store_q(to, k, q ^ 0x80808080u);
 #else
-    store_q(to, k, q);
+    store_q(to, k, INT8_OFF ? q ^ 0x80808080u : q);
 #endif
 }
-INLINE void store_s(const panel *to, int g, int off, qf s) {
-    qf_store(to->s + g * NR, s);
-    if (off) qf_store(to->m + g * NR, qf_mul(qf_set1((float)off), s));
-}
+INLINE void store_s(const panel *to, int g, qf s) { qf_store(to->s + g * NR, s); }
 INLINE void store_s_m(const panel *to, int g, qf s, qf m) {
     qf_store(to->s + g * NR, s);
     qf_store(to->m + g * NR, m);
@@ -79,7 +77,7 @@ INLINE void store_s_m(const panel *to, int g, qf s, qf m) {
             }                                                                                      \
         }                                                                                          \
         interleave_q(q, nb, name##_bits, to);                                                      \
-        interleave_scales(s, m, GROUPS, nb * 32 / GROUP, name##_bits, name##_off, to);             \
+        interleave_scales(s, m, GROUPS, nb * 32 / GROUP, name##_minima, to);                       \
     }
 
 INLINE void interleave_q(const uint8_t *q, int nb, int bits, const panel *to) {
@@ -93,17 +91,16 @@ INLINE void interleave_q(const uint8_t *q, int nb, int bits, const panel *to) {
     }
 }
 
-// s, m: [QF][groups], of which `used` in each row. m is stored as m + off * s; formats of 8 bits
-// have none of their own.
-INLINE void interleave_scales(const float *s, const float *m, int groups, int used, int bits,
-                              int off, const panel *to) {
+// s, m: [QF][groups], of which `used` in each row
+INLINE void interleave_scales(const float *s, const float *m, int groups, int used, bool minima,
+                              const panel *to) {
     for (int g = 0; g < used; g += 4) {
         wv ws[4], wm[4];
         wv_rows((const uint8_t *)(s + g), groups * 4, ws);
-        if (bits < 8 && off == 0) wv_rows((const uint8_t *)(m + g), groups * 4, wm);
+        if (minima) wv_rows((const uint8_t *)(m + g), groups * 4, wm);
         for (int j = 0; j < 4 && g + j < used; j++) {
-            if (bits < 8 && off == 0) store_s_m(to, g + j, qf_of_bits(ws[j]), qf_of_bits(wm[j]));
-            else store_s(to, g + j, off, qf_of_bits(ws[j]));
+            if (minima) store_s_m(to, g + j, qf_of_bits(ws[j]), qf_of_bits(wm[j]));
+            else store_s(to, g + j, qf_of_bits(ws[j]));
         }
     }
 }
@@ -140,7 +137,7 @@ PACK_BY_LINES(tq1_0)
             for (int lane = missing < QF ? QF - missing : 0; lane < QF; lane++) {                  \
                 for (int g = 0; g < nb * 32 / GROUP; g++) {                                        \
                     to.s[g * NR + lane] = 0;                                                       \
-                    if (BITS < 8) to.m[g * NR + lane] = 0;                                         \
+                    if (name##_minima) to.m[g * NR + lane] = 0;                                    \
                 }                                                                                  \
             }                                                                                      \
         }                                                                                          \

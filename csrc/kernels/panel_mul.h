@@ -1,19 +1,21 @@
 // Products of a packed panel (kernels/panel.h) with quantised rows. For each row of the panel and
 // each x row:
-//     acc += (sum over the groups of a block of 32: s * (q . x)) * d_x - sum over the groups: m *
-//     sum_x
+//     acc += (sum over the groups of a block of 32: s * ((q - off) . x)) * d_x - sum over the
+//     groups: m * sum_x
 // block after block in column order, so that a result never depends on how many x rows a call has.
+// What is in brackets is a whole number: sums of q . x begin at minus off times the sum of x.
 #ifndef QRT_PANEL_MUL_H
 #define QRT_PANEL_MUL_H
 #include "panel.h"
 
 #define NV (NR / QF) // vectors of a panel row group
 
-// x rows of one tile: pointers at the first column of the chunk.
+// x rows of one tile: pointers at the first column of the chunk. starts[g]: where the whole sum of
+// group g begins; unset where nothing is taken off weights.
 typedef struct {
     const int8_t *q;
     const float *d, *s;
-    const int32_t *n16;
+    const int32_t *starts;
 } xrow;
 
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
@@ -21,17 +23,15 @@ typedef struct {
 typedef __m512i ilane;
 INLINE qf ilane_float(ilane a) { return _mm512_cvtepi32_ps(a); }
 
-// q: [GROUP / 4][NR][4]
-INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
-                      const xrow *x, int k, ilane out[][NV]) {
+// q: [GROUP / 4][NR][4], group g of the chunk; taken: something is taken off weights
+INLINE void dot_group(const int bits, const int group, const bool taken, const int mr,
+                      const uint8_t *q, const xrow *x, int64_t g, ilane out[][NV]) {
+    const int64_t k = g * group;
+    (void)bits;
 #    pragma GCC unroll 8
-    for (int t = 0; t < mr; t++) {
-        int32_t off = 0;
-        if (bits == 8) // int8 weights are packed with UNSIGNED_OFF added
-            for (int g = 0; g < group / 16; g++) off -= UNSIGNED_OFF * x[t].n16[k / 16 + g];
+    for (int t = 0; t < mr; t++)
 #    pragma GCC unroll 2
-        for (int v = 0; v < NV; v++) out[t][v] = _mm512_set1_epi32(off);
-    }
+        for (int v = 0; v < NV; v++) out[t][v] = _mm512_set1_epi32(taken ? x[t].starts[g] : 0);
 #    pragma GCC unroll 8
     for (int j = 0; j < group / 4; j++) {
         __m512i w[NV];
@@ -110,8 +110,9 @@ INLINE void tile_sums(const int bits, const int steps, const uint8_t *q, const x
 
 // Sums of pairs stay in int16 for a few steps, which cannot overflow it: 2 * 127 * (2^bits - 1)
 // each. 8 bits: sums of four in int32.
-INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
-                      const xrow *x, int k, ilane out[][NV]) {
+INLINE void dot_group(const int bits, const int group, const bool taken, const int mr,
+                      const uint8_t *q, const xrow *x, int64_t g, ilane out[][NV]) {
+    const int64_t k = g * group;
     const __m256i ones = _mm256_set1_epi16(1);
     const int most = bits <= 4 || bits == 8 ? 8 : bits == 5 ? 4 : 2;
     const int hold = most < group / 4 ? most : group / 4;
@@ -156,7 +157,10 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 #    pragma GCC unroll 2
             for (int v = 0; v < NV; v++) {
                 __m256i i = bits == 8 ? sum[t][v] : _mm256_madd_epi16(sum[t][v], ones);
-                out[t][v] = j0 == 0 ? i : _mm256_add_epi32(out[t][v], i);
+                if (j0) i = _mm256_add_epi32(out[t][v], i);
+                else if (taken) i = _mm256_add_epi32(_mm256_set1_epi32(x[t].starts[g]), i);
+                if (taken) HOLD(i); // else all starts are loaded first, and sums spilled for them
+                out[t][v] = i;
             }
     }
 }
@@ -165,11 +169,12 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 typedef int32x4_t ilane;
 INLINE qf ilane_float(ilane a) { return vcvtq_f32_s32(a); }
 
-INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
-                      const xrow *x, int k, ilane out[][NV]) {
+INLINE void dot_group(const int bits, const int group, const bool taken, const int mr,
+                      const uint8_t *q, const xrow *x, int64_t g, ilane out[][NV]) {
+    const int64_t k = g * group;
     (void)bits; // all of them fit signed bytes
     for (int t = 0; t < mr; t++)
-        for (int v = 0; v < NV; v++) out[t][v] = vdupq_n_s32(0);
+        for (int v = 0; v < NV; v++) out[t][v] = vdupq_n_s32(taken ? x[t].starts[g] : 0);
     for (int j = 0; j < group / 4; j++)
         for (int t = 0; t < mr; t++) {
             int32_t four;
@@ -186,11 +191,12 @@ INLINE void dot_group(const int bits, const int group, const int mr, const uint8
 typedef int32_t ilane;
 INLINE qf ilane_float(ilane a) { return (float)a; }
 
-INLINE void dot_group(const int bits, const int group, const int mr, const uint8_t *q,
-                      const xrow *x, int k, ilane out[][NV]) {
+INLINE void dot_group(const int bits, const int group, const bool taken, const int mr,
+                      const uint8_t *q, const xrow *x, int64_t g, ilane out[][NV]) {
+    const int64_t k = g * group;
     for (int t = 0; t < mr; t++)
         for (int r = 0; r < NR; r++) {
-            int32_t sum = 0;
+            int32_t sum = taken ? x[t].starts[g] : 0;
             for (int j = 0; j < group / 4; j++)
                 for (int i = 0; i < 4; i++) {
                     uint8_t w = q[(j * NR + r) * 4 + i];
@@ -210,9 +216,10 @@ INLINE const uint8_t *fetch_next(const uint8_t *ahead, const uint8_t *end, int l
 }
 
 // acc: mr rows of NR floats; lines: as many are fetched for each 32 columns
-INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, int nb, int lines,
-                     const xrow *x, float *acc) {
+INLINE void mul_tile(const int bits, const int group, const int off, const int mr, panel *p, int nb,
+                     int lines, const xrow *x, float *acc) {
     const int per = 32 / group;
+    const bool taken = TAKEN(bits, off) != 0;
     qf a[TILE][NV];
 #pragma GCC unroll 8
     for (int t = 0; t < mr; t++)
@@ -226,8 +233,7 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
         for (int g = 0; g < per; g++) {
             ilane i[TILE][NV];
             const int64_t at = b * per + g;
-            dot_group(bits, group, mr, p->q + at * group * NR * PARTS(bits), x, b * 32 + g * group,
-                      i);
+            dot_group(bits, group, taken, mr, p->q + at * group * NR * PARTS(bits), x, at, i);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
                 qf s = qf_load(p->s + at * NR + v * QF);
@@ -244,7 +250,7 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) a[t][v] = qf_fma(f[t][v], d, a[t][v]);
         }
-        if (bits < 8) {
+        if (HAS_MINIMA(bits, off)) {
 #pragma GCC unroll 2
             for (int g = 0; g < per; g++)
 #pragma GCC unroll 4
@@ -263,10 +269,11 @@ INLINE void mul_tile(const int bits, const int group, const int mr, panel *p, in
         for (int v = 0; v < NV; v++) qf_store(acc + t * NR + v * QF, a[t][v]);
 }
 
-// All n x rows of a call against one chunk of a panel; xs: rows of x at column first_block * 32;
-// acc [n][NR].
-INLINE void mul_panel(const int bits, const int group, panel *p, int nb, const qrt_quant *x,
-                      const int32_t *xs, int64_t n, int64_t first_block, float *acc) {
+// All n x rows of a call against one chunk of a panel; xs: rows of x; starts: [n][cols / group];
+// acc: [n][NR].
+INLINE void mul_panel(const int bits, const int group, const int off, panel *p, int nb,
+                      const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t n,
+                      int64_t first_block, float *acc) {
     const int64_t blocks = x->cols / 32, per = 32 / group, times = (n + TILE - 1) / TILE * nb;
     const int lines = (int)(((p->ahead_end - p->ahead) / 64 + times) / times);
     const float *sums = group == 32 ? x->s32 : x->s16;
@@ -278,18 +285,18 @@ INLINE void mul_panel(const int bits, const int group, panel *p, int nb, const q
             r[i] =
                 (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
                        sums + (row * blocks + first_block) * per,
-                       x->n16 + (row * blocks + first_block) * 2};
+                       starts + ((t + i) * blocks + first_block) * per};
         }
         float *to = acc + t * NR;
-        if (m == TILE) mul_tile(bits, group, TILE, p, nb, lines, r, to);
+        if (m == TILE) mul_tile(bits, group, off, TILE, p, nb, lines, r, to);
 #if TILE > 1
-        else if (m == 1) mul_tile(bits, group, 1, p, nb, lines, r, to);
-        else if (m == 2) mul_tile(bits, group, 2, p, nb, lines, r, to);
-        else if (m == 3) mul_tile(bits, group, 3, p, nb, lines, r, to);
+        else if (m == 1) mul_tile(bits, group, off, 1, p, nb, lines, r, to);
+        else if (m == 2) mul_tile(bits, group, off, 2, p, nb, lines, r, to);
+        else if (m == 3) mul_tile(bits, group, off, 3, p, nb, lines, r, to);
 #endif
 #if TILE > 4
-        else if (m == 4) mul_tile(bits, group, 4, p, nb, lines, r, to);
-        else mul_tile(bits, group, 5, p, nb, lines, r, to);
+        else if (m == 4) mul_tile(bits, group, off, 4, p, nb, lines, r, to);
+        else mul_tile(bits, group, off, 5, p, nb, lines, r, to);
 #endif
     }
 }

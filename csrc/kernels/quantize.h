@@ -17,7 +17,7 @@ INLINE void quantize_block32(const float *x, const qrt_quant *to, int64_t row, i
     if (d < 0x1p-107f) {
         memset(q, 0, 32);
         to->d[at] = to->s32[at] = to->s16[2 * at] = to->s16[2 * at + 1] = 0;
-        to->n16[2 * at] = to->n16[2 * at + 1] = 0;
+        to->n32[at] = to->n16[2 * at] = to->n16[2 * at + 1] = 0;
         return;
     }
     qf dd = qf_set1(d);
@@ -37,5 +37,6 @@ INLINE void quantize_block32(const float *x, const qrt_quant *to, int64_t row, i
     to->s16[2 * at + 1] = d * sum[1];
     for (int half = 0; half < 2; half++) // a NaN has no integer, and is in d
         to->n16[2 * at + half] = fabsf(sum[half]) <= 16 * 127 ? (int32_t)sum[half] : 0;
+    to->n32[at] = to->n16[2 * at] + to->n16[2 * at + 1];
 }
 #endif

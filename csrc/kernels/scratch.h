@@ -19,9 +19,10 @@ static inline int64_t qrt_x_rows(int64_t cols, int64_t bytes) {
     return rows < 24 ? 24 : rows > QRT_X_ROWS ? QRT_X_ROWS : rows;
 }
 
-// linear, moe_linear: row numbers; then, for a call of at most QRT_X_ROWS rows, either 32 sums of a
-// panel for each, or for each a pointer, QRT_FLOAT_ROWS vectors of partial sums and as many
-// results, QRT_WIDE widened columns of that many weight rows, and the x rows in bfloat16.
+// linear, moe_linear: row numbers; then, for a call of at most QRT_X_ROWS rows, either for each a
+// number for every 16 columns and 32 sums of a panel, or for each a pointer, QRT_FLOAT_ROWS vectors
+// of partial sums and as many results, QRT_WIDE widened columns of that many weight rows, and the x
+// rows in bfloat16.
 #define QRT_FLOAT_ROWS 8
 #define QRT_WIDE 512
 static inline int64_t qrt_bf16_row(int64_t cols) { return (cols + 31) / 32 * 32; } // its length
@@ -29,7 +30,8 @@ static inline size_t qrt_linear_scratch(int64_t numbers, int64_t rows, int64_t c
     const int64_t few = qrt_x_rows(cols, 4), n = rows < QRT_X_ROWS ? rows : QRT_X_ROWS;
     const int64_t floats = n * QRT_FLOAT_ROWS * (QRT_MAX_LANES + 1) + QRT_FLOAT_ROWS * QRT_WIDE;
     const int64_t rounded = (n < few ? n : few) * qrt_bf16_row(cols) * 2;
-    return (size_t)(numbers * 4 + 128 + rounded) + QRT_X_ROWS * sizeof(float *) +
+    const int64_t most = qrt_x_rows(cols, 1), starts = (n < most ? n : most) * (cols / 16) * 4;
+    return (size_t)(numbers * 4 + 192 + rounded + starts) + QRT_X_ROWS * sizeof(float *) +
            (size_t)floats * sizeof(float);
 }
 

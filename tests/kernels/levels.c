@@ -77,6 +77,7 @@ qrt_quant quant_of(int64_t rows, int64_t cols) {
                        .d = unset_floats(rows * cols / 32),
                        .s32 = unset_floats(rows * cols / 32),
                        .s16 = unset_floats(rows * cols / 16),
+                       .n32 = take(rows * cols / 8),
                        .n16 = take(rows * cols / 4),
                        .cols = cols};
 }
@@ -174,6 +175,7 @@ void check_quant(const qrt_quant *quant, const float *x, int64_t rows) {
         }
         right = right && quant->s32[b] == d * (float)(sums[0] + sums[1]);
         right = right && quant->n16[2 * b] == sums[0] && quant->n16[2 * b + 1] == sums[1];
+        right = right && quant->n32[b] == sums[0] + sums[1];
         right = right && quant->s16[2 * b] == d * (float)sums[0];
         right = right && quant->s16[2 * b + 1] == d * (float)sums[1];
         if (!right) {

@@ -168,7 +168,7 @@ static void linear(const format *f, int out_rows, int cols, int rows) {
     if (op.quant.q) {
         op.quant.q += (int64_t)t * cols;
         op.quant.d += t * cols / 32, op.quant.s32 += t * cols / 32, op.quant.s16 += t * cols / 16;
-        op.quant.n16 += t * cols / 16;
+        op.quant.n32 += t * cols / 32, op.quant.n16 += t * cols / 16;
     }
     batch.n_rows = 1;
     run_op(&op, &batch, NULL, 1);

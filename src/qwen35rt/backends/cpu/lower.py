@@ -115,8 +115,8 @@ class Arena:
 
 
 def quant_bytes(rows: int, width: int) -> int:
-    """Bytes of a quantised value: int8, then scale and sum per 32, then two kinds of sums per 16."""
-    return rows * (width + 24 * (width // 32))
+    """Bytes of a quantised value: int8, then scale and sum per 32, sums per 16, and both kinds of sums as integers."""
+    return rows * (width + 28 * (width // 32))
 
 
 def lower(program: Program, limits: Limits, fuse: bool = True) -> Lowered:
@@ -171,7 +171,7 @@ def lower(program: Program, limits: Limits, fuse: bool = True) -> Lowered:
         out = np.zeros((), QUANT)
         n, at = rows_of(value) * value.width, base + quant_place[value.id]
         out["q"], out["d"], out["s32"], out["s16"] = at, at + n, at + n + n // 8, at + n + n // 4
-        out["n16"] = at + n + n // 2
+        out["n32"], out["n16"] = at + n + n // 2, at + n + n // 2 + n // 8
         out["cols"] = cols
         return out
 

@@ -21,7 +21,7 @@ TENSOR = np.dtype(
     ],
     align=True,
 )
-QUANT = np.dtype([("q", "u8"), ("d", "u8"), ("s32", "u8"), ("s16", "u8"), ("n16", "u8"), ("cols", "i8")], align=True)
+QUANT = np.dtype([*((name, "u8") for name in ("q", "d", "s32", "s16", "n32", "n16")), ("cols", "i8")], align=True)
 PART = np.dtype([("w", TENSOR), ("out", VIEW), ("residual", "u8")], align=True)
 OP = np.dtype(
     [
