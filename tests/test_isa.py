@@ -78,8 +78,10 @@ def test_level_above_the_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QWEN35RT_ISA", "avx3")
-    with pytest.raises(ConfigError, match=r"avx3.*scalar"):
+    with pytest.raises(ConfigError, match=r"QWEN35RT_ISA.*avx3.*scalar"):
         tokens(Path(), 1)
+    with pytest.raises(ConfigError, match=r"^isa: .*avx4.*scalar"):  # not what the variable says
+        cpu_backend("avx4")
 
 
 def test_best_level_is_the_highest_of_the_machine() -> None:

@@ -15,7 +15,7 @@ from qwen35rt.server.body import depth_over, read_object
 from qwen35rt.server.errors import InvalidJson
 from qwen35rt.server.fields import INERT, LATER, SECOND
 from tests.server.conftest import Make, Server
-from tests.server.fake import asynchronous
+from tests.server.fake import Exchange, asynchronous
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("top_k", "max_tokens", "seed", "min_tokens", "logprobs", "repeat_last_n")
@@ -82,20 +82,26 @@ OUTSIDE: dict[str, list[Any]] = {
 }
 
 
+async def _quick(server: Server, body: Any) -> Exchange:
+    """An answer that took less than 0.1 s of work, once in three: the collector may come in between, to all that other
+    tests have left, and other threads count as well."""
+    for _ in range(3):
+        began = time.process_time()
+        answer = await server.post(body)
+        seconds = time.process_time() - began
+        if seconds < 0.1:
+            return answer
+    pytest.fail(f"{seconds} s for {str(body)[:100]}")
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 @asynchronous
 async def test_c9_c11_values_outside_are_refused_by_name(server: Server, name: str) -> None:
     for value in OUTSIDE[name]:
-        for _ in range(3):  # the collector may come in between, to all that other tests have left
-            began = time.process_time()
-            answer = await server.post({"prompt": "a", "max_tokens": 2, name: value})
-            seconds = time.process_time() - began
-            if seconds < 0.1:
-                break
+        answer = await _quick(server, {"prompt": "a", "max_tokens": 2, name: value})
         assert answer.status == 400, (name, value)
         assert answer.error["param"].split("[")[0].split(".")[0] == name, (name, value, answer.error)
         assert answer.error["code"] == "invalid_value"
-        assert seconds < 0.1, (name, seconds)
     assert server.idle
     assert server.engine.submitted == []
 
@@ -246,11 +252,8 @@ async def test_c11_hostile_bodies(server: Server) -> None:
         b'{"a": "' + b'\\"' * 500_000: "invalid_json",
     }
     for body, code in bodies.items():
-        began = time.process_time()
-        answer = await server.post(body)
-        seconds = time.process_time() - began
+        answer = await _quick(server, body)
         assert (answer.status, answer.error["code"]) == (400, code), body[:60]
-        assert seconds < 0.1, (body[:60], seconds)
         assert len(answer.body) < 2_400
     assert psutil.Process().memory_info().rss - before < 64 << 20
     assert (await server.post({"prompt": "a"})).status == 200

@@ -33,12 +33,13 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        asked = "isa" if isa else "QWEN35RT_ISA"
         isa = isa or environment().isa or _native.best_isa()
         if isa not in _native.isa_names():
-            raise ConfigError(f"QWEN35RT_ISA: no instruction level {isa!r}; known: {', '.join(_native.isa_names())}")
+            raise ConfigError(f"{asked}: no instruction level {isa!r}; known: {', '.join(_native.isa_names())}")
         if isa not in _native.isa_levels():
             raise BackendUnavailable(
-                f"this machine cannot run the instruction level {isa!r} (QWEN35RT_ISA); "
+                f"this machine cannot run the instruction level {isa!r} ({asked}); "
                 f"it has: {', '.join(_native.isa_levels())}"
             )
         self.isa = isa
