@@ -129,6 +129,27 @@ def test_a_server_from_start_to_sigterm(model: Path, tmp_path: Path) -> None:
     assert all("/readyz" not in r["endpoint"] for r in found)
 
 
+@needs_native
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_lines_of_requests_that_cannot_be_written_are_a_warning(model: Path, tmp_path: Path) -> None:
+    """One for a disk that stays full, one for a folder that has gone; the server answers on and ends with 0."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    body = {"prompt": "hello", "max_tokens": 1}
+    for log in (Path("/dev/full"), folder / "requests.jsonl"):
+        with Child(model, "--device", "cpu", "--port", "0", "--log-jsonl", log) as child:
+            url = child.url()
+            (folder / "requests.jsonl").unlink(missing_ok=True)
+            folder.rmdir()
+            for _ in range(3):
+                assert httpx.post(url + "/v1/completions", json=body, timeout=30).status_code == 200
+            child.process.send_signal(signal.SIGTERM)
+            assert child.wait() == 0
+        folder.mkdir()
+        assert sum(f"requests are not logged to {log}: " in line for line in child.lines) == 1, child.lines
+        assert not any("Traceback" in line or "Exception" in line for line in child.lines), child.lines
+
+
 @pytest.mark.skipif(driver_problem() is None, reason="there is a GPU here")
 @pytest.mark.parametrize("flags", [("--device", "cuda"), ("-ngl", "2")], ids=["device", "layers"])
 def test_b90_a_device_that_is_missing_ends_the_process(model: Path, flags: tuple[str, ...]) -> None:

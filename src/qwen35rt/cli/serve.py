@@ -247,6 +247,26 @@ class _Json(logging.Formatter):
         return json.dumps({"time": round(record.created, 3)} | record.__dict__["request"], ensure_ascii=False)
 
 
+class _RequestFile(logging.handlers.WatchedFileHandler):
+    """A line that cannot be written is lost with a warning, of several in a row the first; serving goes on."""
+
+    _error: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before, self._error = self._error, None
+        try:
+            super().emit(record)
+        except OSError as e:  # the file was moved away, and there can be no new one
+            self._error = e
+        if self._error is not None and before is None:
+            logging.getLogger("qwen35rt.server").warning(
+                "requests are not logged to %s: %s", self.baseFilename, self._error
+            )
+
+    def handleError(self, record: logging.LogRecord) -> None:  # the name is that of logging
+        self._error = sys.exc_info()[1]
+
+
 class _Queue(logging.handlers.QueueHandler):
     """Hands lines over as they are; the event loop never waits for a terminal or a disk."""
 
@@ -265,7 +285,7 @@ def _start_logging(jsonl: str | None, verbose: bool) -> logging.handlers.QueueLi
     handlers: list[logging.Handler] = [stream]
     if jsonl is not None:
         try:
-            file = logging.handlers.WatchedFileHandler(jsonl, encoding="utf-8")
+            file = _RequestFile(jsonl, encoding="utf-8")
         except OSError as e:
             raise ConfigError(f"--log-jsonl {jsonl}: {e.strerror}") from None
         file.addFilter(_Requests())
