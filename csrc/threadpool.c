@@ -1,5 +1,4 @@
-// Threads that spin for the next piece of work for a short while and then sleep on a futex-like
-// condition.
+// Threads that wait for work, and for each other, spinning for a short while and then asleep.
 #define _GNU_SOURCE
 #include "qrt.h"
 #include <pthread.h>
@@ -13,17 +12,28 @@
 #else
 #    define PAUSE() ((void)0)
 #endif
+#include <limits.h>
 #include <sched.h>
+#if defined(__linux__)
+#    include <linux/futex.h>
+#    include <sys/syscall.h>
+#    include <unistd.h>
+#endif
 
 // Spins before a waiting worker sleeps: a few tens of microseconds, longer than the gap between the
 // steps of one sequence costs on an idle machine would waste a core that the caller's own Python
 // code needs.
 #define SPINS_BEFORE_SLEEP 4000
-// A barrier whose partner was descheduled gives its core away after so many spins.
+// A barrier whose partner was descheduled offers its core after so many spins, and after some
+// offers sleeps: a partner on the same core may else wait for a whole slice of time.
 #define SPINS_BEFORE_YIELD 2000
+#define YIELDS_BEFORE_SLEEP 20
+// Where there are more threads than processors, one that waits is in the way of one that works.
+#define SPINS_OF_MANY 50
 
 struct qrt_pool {
-    int threads; // the caller included
+    int threads;                   // the caller included
+    int spins, yields, idle_spins; // before a thread sleeps, at a barrier and without work
     pthread_t *handles;
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -32,9 +42,9 @@ struct qrt_pool {
     void *scratch;
     size_t scratch_bytes;
     _Alignas(64) atomic_uint generation; // goes up by one for each piece of work
-    _Alignas(64) atomic_int finished;
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_uint phase;
+    atomic_int asleep; // at a barrier
     atomic_int stop;
 };
 
@@ -51,7 +61,7 @@ static void *worker(void *p) {
     for (;;) {
         int spins = 0;
         while (atomic_load_explicit(&pool->generation, memory_order_acquire) == seen) {
-            if (++spins < SPINS_BEFORE_SLEEP) {
+            if (++spins < pool->idle_spins) {
                 PAUSE();
                 continue;
             }
@@ -63,18 +73,37 @@ static void *worker(void *p) {
         seen++;
         if (atomic_load(&pool->stop)) return NULL;
         pool->fn(pool->arg, a.thread, pool->threads);
-        atomic_fetch_add_explicit(&pool->finished, 1, memory_order_release);
+        qrt_pool_barrier(pool);
     }
 }
 
-static void wait_until_equal(atomic_int *value, int want) {
-    for (int spins = 0; atomic_load_explicit(value, memory_order_acquire) != want; spins++) {
-        if (spins < SPINS_BEFORE_YIELD) {
-            PAUSE();
-        } else {
-            sched_yield();
-        }
-    }
+// Sleep unless the phase has changed; and wake all who do. Who sleeps is counted before the phase
+// is looked at, and who changes the phase looks at the count after it, so nobody is forgotten.
+static void sleep_in(qrt_pool *pool, unsigned phase) {
+#if defined(__linux__)
+    atomic_fetch_add(&pool->asleep, 1);
+    syscall(SYS_futex, &pool->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+    atomic_fetch_sub(&pool->asleep, 1);
+#else
+    (void)pool, (void)phase;
+    sched_yield();
+#endif
+}
+static void wake_all(qrt_pool *pool) {
+#if defined(__linux__)
+    if (atomic_load(&pool->asleep))
+        syscall(SYS_futex, &pool->phase, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)pool;
+#endif
+}
+
+static int processors(void) {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+    return INT_MAX; // not known
 }
 
 static void publish(qrt_pool *pool) {
@@ -90,6 +119,10 @@ int qrt_pool_create(int threads, qrt_pool **out) {
     if (!pool) return QRT_NO_MEMORY;
     memset(pool, 0, sizeof *pool);
     pool->threads = 1;
+    const bool many = threads > processors();
+    pool->spins = many ? SPINS_OF_MANY : SPINS_BEFORE_YIELD;
+    pool->yields = many ? 0 : YIELDS_BEFORE_SLEEP;
+    pool->idle_spins = many ? SPINS_OF_MANY : SPINS_BEFORE_SLEEP;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->wake, NULL);
     pool->handles = calloc((size_t)threads, sizeof *pool->handles);
@@ -143,12 +176,9 @@ int qrt_pool_threads(const qrt_pool *pool) { return pool->threads; }
 void qrt_pool_run(qrt_pool *pool, void (*fn)(void *, int, int), void *arg) {
     pool->fn = fn;
     pool->arg = arg;
-    if (pool->threads > 1) {
-        atomic_store(&pool->finished, 0);
-        publish(pool);
-    }
+    if (pool->threads > 1) publish(pool);
     fn(arg, 0, pool->threads);
-    if (pool->threads > 1) wait_until_equal(&pool->finished, pool->threads - 1);
+    qrt_pool_barrier(pool);
 }
 
 void qrt_pool_barrier(qrt_pool *pool) {
@@ -156,15 +186,14 @@ void qrt_pool_barrier(qrt_pool *pool) {
     unsigned phase = atomic_load_explicit(&pool->phase, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&pool->arrived, 1, memory_order_acq_rel) == pool->threads - 1) {
         atomic_store_explicit(&pool->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&pool->phase, phase + 1, memory_order_release);
+        atomic_store(&pool->phase, phase + 1);
+        wake_all(pool);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&pool->phase, memory_order_acquire) == phase;
-         spins++) {
-        if (spins < SPINS_BEFORE_YIELD) {
-            PAUSE();
-        } else {
-            sched_yield();
-        }
+    int waits = 0;
+    while (atomic_load_explicit(&pool->phase, memory_order_acquire) == phase) {
+        if (waits == pool->spins + pool->yields) sleep_in(pool, phase);
+        else if (waits++ < pool->spins) PAUSE();
+        else sched_yield();
     }
 }

@@ -14,6 +14,7 @@ import pytest
 
 import qwen35rt
 from qwen35rt.cli import main
+from qwen35rt.cpu_count import own_cpus
 
 native: Any = pytest.importorskip("qwen35rt._native", reason="the compiled part is not built")
 
@@ -76,6 +77,17 @@ def test_logits_agree_with_the_reference(tiny_dense: Path) -> None:
     ids = [int(i) for i in np.random.default_rng(4).integers(0, 256, 100)]
     with qwen35rt.load(tiny_dense, device="cpu") as cpu, qwen35rt.load(tiny_dense, device="reference") as reference:
         np.testing.assert_allclose(cpu.logits(ids), reference.logits(ids), atol=2e-2)
+
+
+def test_more_threads_than_cpus_are_warned_of(tiny_dense: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are what was asked for, so they are used, and change no token."""
+    found = []
+    for threads in (own_cpus(), own_cpus() + 3):
+        with qwen35rt.load(tiny_dense, device="cpu", threads=threads) as model:
+            found.append(model.generate("hello world", max_tokens=8, temperature=0, ignore_eos=True).ids)
+    assert found[0] == found[1]
+    (warning,) = [r.message for r in caplog.records if "threads on" in r.message]
+    assert f"{own_cpus() + 3} threads on {own_cpus()} CPUs" in warning
 
 
 def test_c25_slices_threads_and_reuse_do_not_change_the_answer(tiny_dense: Path) -> None:

@@ -32,10 +32,15 @@ class CpuCount:
         return "physical cores" if self.threads == self.physical else "CPU affinity"
 
 
+def own_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def usable_cpus(root: Path = Path("/"), affinity: int | None = None) -> CpuCount:
     """Read the limits of this process from ``root``/proc and ``root``/sys; ``affinity`` replaces the kernel's."""
     if affinity is None:
-        affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        affinity = own_cpus()
     quotas = [quota // period for quota, period in _quotas(root)]
     return CpuCount(affinity, max(1, min(quotas)) if quotas else None, _physical_cores(root))
 

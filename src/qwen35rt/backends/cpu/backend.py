@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ... import _native
 from ...config import environment
-from ...cpu_count import usable_threads
+from ...cpu_count import own_cpus, usable_threads
 from ...errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
 from ...model.program import Program
 from ..base import Batch, Float, Limits, StepReport, check_batch, check_number, check_state
@@ -44,6 +44,8 @@ class CpuBackend:
             )
         self.isa = isa
         self.threads = usable_threads(threads)
+        if self.threads > (cpus := own_cpus()):
+            log.warning("%d threads on %d CPUs wait for each other; fewer are faster", self.threads, cpus)
 
     def compile(self, program: Program, limits: Limits) -> CpuExecutable:
         """Lay out the step, the workspace and the state pools."""
