@@ -10,6 +10,7 @@
     X(attention, level)                                                                            \
     X(delta_net, level)                                                                            \
     X(dequantize, level)                                                                           \
+    X(direct, level)                                                                               \
     X(linear, level)                                                                               \
     X(norms, level)                                                                                \
     X(quantize_iq4, level)                                                                         \

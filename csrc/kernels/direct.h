@@ -1,14 +1,14 @@
 // Products of one or a few x rows with eight weight rows, straight from the blocks as they lie: no
 // panel is written. The eight rows are `stride` bytes apart, far from each other: eight streams of
 // memory that the processor fetches at the same time. Float additions come in the order of
-// panel_mul.h, so that the results are the same bits. For the common formats, at AVX2; higher
-// levels use these too, since memory is what such products wait for.
+// panel_mul.h, so that the results are the same bits. For the common formats, in the instructions
+// of AVX2 at higher levels too.
 #ifndef QRT_DIRECT_H
 #define QRT_DIRECT_H
-#include "panel_mul.h"
+#include "product.h"
+#include "../simd/words.h"
 
-#if defined(QRT_LEVEL_AVX2)
-#    define DIRECT_FORMATS(X) X(Q4_0, q4_0) X(Q8_0, q8_0) X(Q4_K, q4_k) X(Q5_K, q5_k) X(Q6_K, q6_k)
+#define DIRECT_FORMATS(X) X(Q4_0, q4_0) X(Q8_0, q8_0) X(Q4_K, q4_k) X(Q5_K, q5_k) X(Q6_K, q6_k)
 
 // The same place in each of the eight rows: a, a + one, a + 2 one, a + three, and b.. for rows 4 to
 // 7, which are addresses that loads can form themselves.
@@ -37,8 +37,8 @@ INLINE const uint8_t *place(const places *r, int row) {
 // so the lines of each row are fetched some time before. A kernel does this between other work, a
 // row or two at a time; all at once they would fill the queue of outstanding misses.
 INLINE void fetch_lines(const uint8_t *row, const int bytes) {
-    enum { AHEAD = 384 };
-#    pragma GCC unroll 8
+    enum { AHEAD = 256 };
+#pragma GCC unroll 8
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + AHEAD + at, 0, 3);
 }
 INLINE void fetch_two(places *r, const int step, const int bytes) {
@@ -65,11 +65,11 @@ INLINE __m256i pair_sums(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_ep
 // v[p]: numbers of row p in the lower half, of row p + 4 in the upper one, as int16 or int32. The
 // sums of the eight rows in their order, as int32. A name says how many bits weights may have:
 // eight pairs of 4-bit products fit int16, four of 5-bit ones, two of 6-bit ones.
-#    define JOIN(bits, v, i)                                                                       \
-        _mm256_add_epi##bits(_mm256_unpacklo_epi32(v[i], v[i + 1]),                                \
-                             _mm256_unpackhi_epi32(v[i], v[i + 1]))
-#    define JOIN_QUARTERS(bits, a, b)                                                              \
-        _mm256_add_epi##bits(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+#define JOIN(bits, v, i)                                                                           \
+    _mm256_add_epi##bits(_mm256_unpacklo_epi32(v[i], v[i + 1]),                                    \
+                         _mm256_unpackhi_epi32(v[i], v[i + 1]))
+#define JOIN_QUARTERS(bits, a, b)                                                                  \
+    _mm256_add_epi##bits(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
 INLINE __m256i join_4_bits(const __m256i v[4]) {
     const __m256i a = JOIN(16, v, 0), b = JOIN(16, v, 2);
     return pair_sums(JOIN_QUARTERS(16, a, b));
@@ -84,7 +84,7 @@ INLINE __m256i join_32(const __m256i v[4]) {
 }
 
 INLINE qf add_block(qf acc, __m256i sums, const float *s, float d) {
-    return qf_fma(qf_mul(ilane_float(sums), qf_load(s)), qf_set1(d), acc);
+    return qf_fma(qf_mul(_mm256_cvtepi32_ps(sums), qf_load(s)), qf_set1(d), acc);
 }
 INLINE __m256i from_start(__m256i sums, int32_t start) {
     return _mm256_add_epi32(sums, _mm256_set1_epi32(start));
@@ -94,14 +94,14 @@ INLINE qf take_minimum(qf acc, qf m, float sum) { return qf_fnma(m, qf_set1(sum)
 // Scales of eight blocks of Q4_0 in each row: h[block][row].
 INLINE void scales_of_18(const places *r, uint16_t h[8][QF]) {
     __m256i rows[8], p[4];
-#    pragma GCC unroll 8
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++) { // 32 bytes hold two: even blocks below, odd ones above
-#    define BYTES(at) _mm256_loadu_si256((const __m256i *)(place(r, i) + at))
+#define BYTES(at) _mm256_loadu_si256((const __m256i *)(place(r, i) + at))
         const __m256i a = _mm256_blend_epi32(BYTES(0), BYTES(32), 0x22);
         rows[i] = _mm256_blend_epi32(_mm256_blend_epi32(a, BYTES(64), 0x44), BYTES(96), 0x88);
-#    undef BYTES
+#undef BYTES
     }
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         p[i] = _mm256_blend_epi16(_mm256_permute2x128_si256(rows[i], rows[i + 4], 0x20),
                                   _mm256_permute2x128_si256(rows[i], rows[i + 4], 0x31), 0xaa);
@@ -109,7 +109,7 @@ INLINE void scales_of_18(const places *r, uint16_t h[8][QF]) {
                   c = _mm256_unpackhi_epi16(p[0], p[1]), d = _mm256_unpackhi_epi16(p[2], p[3]);
     const __m256i two[4] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b),
                             _mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d)};
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         _mm256_store_si256((__m256i *)h + i, _mm256_permute4x64_epi64(two[i], 0xd8));
 }
@@ -133,7 +133,7 @@ INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
             fetch_lines(ahead, 8 * 18);
             const __m256i xl = x_twice(x.q + 32 * b), xh = x_twice(x.q + 32 * b + 16);
             __m256i v[4];
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
             for (int p = 0; p < 4; p++) {
                 const __m256i w = row_pair(&r, 2, p);
                 v[p] = _mm256_add_epi16(_mm256_maddubs_epi16(low_four(w), xl),
@@ -141,7 +141,7 @@ INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
                 HOLD(v[p]);
             }
             const __m256i sums = from_start(join_4_bits(v), x.starts[b]);
-            acc = qf_fma(qf_mul(ilane_float(sums), qf_from_f16(h[b])), qf_set1(x.d[b]), acc);
+            acc = qf_fma(qf_mul(_mm256_cvtepi32_ps(sums), qf_from_f16(h[b])), qf_set1(x.d[b]), acc);
             r.a += 18, r.b += 18;
         }
         x.q += 256, x.d += 8, x.starts += 8;
@@ -156,9 +156,9 @@ INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
         fetch_lines(r.a + b % 8 * (stride - 34), 8 * 34); // of eight blocks, a row at each
         const __m256i xs[2] = {x_twice(x.q + 32 * b), x_twice(x.q + 32 * b + 16)};
         __m256i v[4];
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
             for (int half = 0; half < 2; half++) { // signs of the weights go to x
                 const __m256i w = row_pair(&r, 2 + 16 * half, p);
                 const __m256i sums = pair_sums(
@@ -168,7 +168,7 @@ INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
             HOLD(v[p]);
         }
         const qf s = qf_halves(r.a, stride);
-        acc = qf_fma(qf_mul(ilane_float(join_32(v)), s), qf_set1(x.d[b]), acc);
+        acc = qf_fma(qf_mul(_mm256_cvtepi32_ps(join_32(v)), s), qf_set1(x.d[b]), acc);
     }
     return acc;
 }
@@ -176,10 +176,10 @@ INLINE qf direct_q8_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
 // Byte `at` of the words of eight rows: as int16 twice in each word, and as int32.
 INLINE __m256i byte_twice(__m256i words, const int at) {
     const int n = -128;
-#    define QUAD(i) (char)(4 * i + at), n, (char)(4 * i + at), n
+#define QUAD(i) (char)(4 * i + at), n, (char)(4 * i + at), n
     return _mm256_shuffle_epi8(words, _mm256_setr_epi8(QUAD(0), QUAD(1), QUAD(2), QUAD(3), QUAD(0),
                                                        QUAD(1), QUAD(2), QUAD(3)));
-#    undef QUAD
+#undef QUAD
 }
 INLINE __m256i byte_of(__m256i words, const int at) {
     return _mm256_and_si256(_mm256_srli_epi32(words, 8 * at), _mm256_set1_epi32(255));
@@ -198,9 +198,9 @@ INLINE void scales_of_k(const uint8_t *src, int64_t stride, scales_k *to) {
     to->scales[0] = (__m256i)(h[1] & 0x3f3f3f3fu);
     to->scales[1] = (__m256i)(low_nibbles(h[3]) | (h[1] >> 2 & 0x30303030u));
     const wv mn[2] = {h[2] & 0x3f3f3f3fu, high_nibbles(h[3]) | (h[2] >> 2 & 0x30303030u)};
-#    pragma GCC unroll 8
+#pragma GCC unroll 8
     for (int b = 0; b < 8; b++)
-        to->m[b] = qf_mul(dmin, ilane_float(byte_of((__m256i)mn[b / 4], b % 4)));
+        to->m[b] = qf_mul(dmin, _mm256_cvtepi32_ps(byte_of((__m256i)mn[b / 4], b % 4)));
 }
 
 // Columns 64 i to 64 i + 63 of Q4_K, 32 bytes of qs: sums of the low and of the high nibbles, as
@@ -208,12 +208,12 @@ INLINE void scales_of_k(const uint8_t *src, int64_t stride, scales_k *to) {
 INLINE void direct_64_of_4(places *r, const int i, const int8_t *x, __m256i sums[2]) {
     __m256i low[4], high[4];
     fetch_two(r, i, 144);
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         forget_sums(r);
         const __m256i xl = x_twice(x + 64 * i + 16 * half),
                       xh = x_twice(x + 64 * i + 32 + 16 * half);
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
             const __m256i w = row_pair(r, 16 + 32 * i + 16 * half, p);
             __m256i a = low_four(w), b = high_four(w);
@@ -234,7 +234,7 @@ INLINE void direct_64_of_4(places *r, const int i, const int8_t *x, __m256i sums
 INLINE qf add_4_bits(const __m256i sums, const scales_k *k, const int b, const float *d,
                      const float *s, qf acc) {
     const __m256i scaled = _mm256_madd_epi16(sums, byte_twice(k->scales[b / 4], b % 4));
-    acc = qf_fma(qf_mul(ilane_float(scaled), k->d), qf_set1(d[b]), acc);
+    acc = qf_fma(qf_mul(_mm256_cvtepi32_ps(scaled), k->d), qf_set1(d[b]), acc);
     acc = take_minimum(acc, k->m[b], s[b]);
     HOLD(acc);
     return acc;
@@ -246,7 +246,7 @@ INLINE qf direct_q4_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
     for (int64_t c = 0; c < blocks / 8; c++) {
         scales_k k;
         scales_of_k(r.a, stride, &k);
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             __m256i sums[2];
             direct_64_of_4(&r, i, x.q, sums);
@@ -265,12 +265,12 @@ INLINE void direct_64_of_5(places *r, const int i, const int8_t *x, __m256i sums
     const __m256i bit = _mm256_set1_epi8(16);
     __m256i low[4], high[4];
     fetch_two(r, i, 176);
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         forget_sums(r);
         const __m256i xl = x_twice(x + 64 * i + 16 * half),
                       xh = x_twice(x + 64 * i + 32 + 16 * half);
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
             const __m256i w = row_pair(r, qs + 16 * half, p), h = row_pair(r, 16 + 16 * half, p);
             const __m256i ha =
@@ -297,15 +297,15 @@ INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
     for (int64_t c = 0; c < blocks / 8; c++) {
         scales_k k;
         scales_of_k(r.a, stride, &k);
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             __m256i sums[2];
             direct_64_of_5(&r, i, x.q, sums);
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
             for (int j = 0; j < 2; j++) {
                 const int b = 2 * i + j;
-                const qf s = qf_mul(k.d, ilane_float(byte_of(k.scales[b / 4], b % 4)));
-                acc = qf_fma(qf_mul(ilane_float(sums[j]), s), qf_set1(x.d[b]), acc);
+                const qf s = qf_mul(k.d, _mm256_cvtepi32_ps(byte_of(k.scales[b / 4], b % 4)));
+                acc = qf_fma(qf_mul(_mm256_cvtepi32_ps(sums[j]), s), qf_set1(x.d[b]), acc);
                 acc = take_minimum(acc, k.m[b], x.s[b]);
                 HOLD(acc);
             }
@@ -320,36 +320,36 @@ INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
 // int32, of its first 16 columns below and of the others above, in the order of the rows. In
 // assembly, as at any other order the compiler spills: 15 of 16 registers. A row: a and b get 64
 // bytes of ql, c 32 bytes of qh, u the weights of one quarter after another, which TIMES(k) takes.
-#    define SIX_LOW(SHIFT, L, K, TIMES)                                                            \
-        "vpsllw $" #SHIFT ", %[c], %[t]\n\t"                                                       \
-        "vpand %[nibble], %[" #L "], %[u]\n\t"                                                     \
-        "vpand %[upper], %[t], %[t]\n\t"                                                           \
-        "vpor %[t], %[u], %[u]\n\t" TIMES(K)
-#    define SIX_HIGH(L, K, TIMES)                                                                  \
-        "vpsrlw $4, %[" #L "], %[" #L "]\n\t"                                                      \
-        "vpand %[upper], %[c], %[u]\n\t"                                                           \
-        "vpand %[nibble], %[" #L "], %[" #L "]\n\t"                                                \
-        "vpor %[" #L "], %[u], %[u]\n\t" TIMES(K)
-#    define SIX_ROW(AT, TIMES)                                                                     \
-        "vmovdqu (%[l]" AT "), %[a]\n\t"                                                           \
-        "vmovdqu 32(%[l]" AT "), %[b]\n\t"                                                         \
-        "vmovdqu (%[h]" AT "), %[c]\n\t" SIX_LOW(4, a, 0, TIMES) SIX_LOW(2, b, 1, TIMES)           \
-            SIX_HIGH(a, 2, TIMES) "vpsrlw $2, %[c], %[c]\n\t" SIX_HIGH(b, 3, TIMES)
-#    define SIX_FIRST(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[o" #K "]\n\t"
-#    define SIX_THIRD(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[w" #K "]\n\t"
+#define SIX_LOW(SHIFT, L, K, TIMES)                                                                \
+    "vpsllw $" #SHIFT ", %[c], %[t]\n\t"                                                           \
+    "vpand %[nibble], %[" #L "], %[u]\n\t"                                                         \
+    "vpand %[upper], %[t], %[t]\n\t"                                                               \
+    "vpor %[t], %[u], %[u]\n\t" TIMES(K)
+#define SIX_HIGH(L, K, TIMES)                                                                      \
+    "vpsrlw $4, %[" #L "], %[" #L "]\n\t"                                                          \
+    "vpand %[upper], %[c], %[u]\n\t"                                                               \
+    "vpand %[nibble], %[" #L "], %[" #L "]\n\t"                                                    \
+    "vpor %[" #L "], %[u], %[u]\n\t" TIMES(K)
+#define SIX_ROW(AT, TIMES)                                                                         \
+    "vmovdqu (%[l]" AT "), %[a]\n\t"                                                               \
+    "vmovdqu 32(%[l]" AT "), %[b]\n\t"                                                             \
+    "vmovdqu (%[h]" AT "), %[c]\n\t" SIX_LOW(4, a, 0, TIMES) SIX_LOW(2, b, 1, TIMES)               \
+        SIX_HIGH(a, 2, TIMES) "vpsrlw $2, %[c], %[c]\n\t" SIX_HIGH(b, 3, TIMES)
+#define SIX_FIRST(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[o" #K "]\n\t"
+#define SIX_THIRD(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[w" #K "]\n\t"
 // Joined with the row before.
-#    define SIX_JOIN(V, K)                                                                         \
-        "vpmaddubsw 32*" #K "(%[x]), %[u], %[u]\n\t"                                               \
-        "vpunpckldq %[u], %[" #V #K "], %[t]\n\t"                                                  \
-        "vpunpckhdq %[u], %[" #V #K "], %[u]\n\t"                                                  \
-        "vpaddw %[t], %[u], %[u]\n\t"                                                              \
-        "vpmaddwd %[ones], %[u], %[" #V #K "]\n\t"
-#    define SIX_SECOND(K) SIX_JOIN(o, K)
-#    define SIX_FOURTH(K)                                                                          \
-        SIX_JOIN(w, K)                                                                             \
-        "vpunpcklqdq %[w" #K "], %[o" #K "], %[t]\n\t"                                             \
-        "vpunpckhqdq %[w" #K "], %[o" #K "], %[u]\n\t"                                             \
-        "vpaddd %[t], %[u], %[o" #K "]\n\t"
+#define SIX_JOIN(V, K)                                                                             \
+    "vpmaddubsw 32*" #K "(%[x]), %[u], %[u]\n\t"                                                   \
+    "vpunpckldq %[u], %[" #V #K "], %[t]\n\t"                                                      \
+    "vpunpckhdq %[u], %[" #V #K "], %[u]\n\t"                                                      \
+    "vpaddw %[t], %[u], %[u]\n\t"                                                                  \
+    "vpmaddwd %[ones], %[u], %[" #V #K "]\n\t"
+#define SIX_SECOND(K) SIX_JOIN(o, K)
+#define SIX_FOURTH(K)                                                                              \
+    SIX_JOIN(w, K)                                                                                 \
+    "vpunpcklqdq %[w" #K "], %[o" #K "], %[t]\n\t"                                                 \
+    "vpunpckhqdq %[w" #K "], %[o" #K "], %[u]\n\t"                                                 \
+    "vpaddd %[t], %[u], %[o" #K "]\n\t"
 INLINE void four_rows_6_bits(const uint8_t *l, const uint8_t *h, int64_t one, int64_t three,
                              const int8_t *x, __m256i o[4]) {
     const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30),
@@ -374,13 +374,13 @@ INLINE void scales_by_group(const places *r, int8_t to[16][QF]) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256i u[4] = {_mm256_unpacklo_epi16(lo01, lo23), _mm256_unpackhi_epi16(lo01, lo23),
                           _mm256_unpacklo_epi16(hi01, hi23), _mm256_unpackhi_epi16(hi01, hi23)};
-#    pragma GCC unroll 4
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         _mm256_store_si256((__m256i *)to + i, _mm256_permutevar8x32_epi32(u[i], order));
 }
 INLINE qf times_scales(qf d, const int8_t scales[QF]) {
     const __m128i bytes = _mm_loadl_epi64((const __m128i *)scales);
-    return qf_mul(d, ilane_float(_mm256_cvtepi8_epi32(bytes)));
+    return qf_mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
 }
 
 // Columns 32 b to 32 b + 31 of half a block, whose sums are four_rows_6_bits' of rows 0 to 3 and of
@@ -391,8 +391,8 @@ INLINE qf add_6_bits(const __m256i sums[2][4], const int b, const int8_t scales[
     const __m256i mid = _mm256_permute2x128_si256(low, high, 0x21);
     const __m256i i0 = _mm256_blend_epi32(low, mid, 0xf0), i1 = _mm256_blend_epi32(mid, high, 0xf0);
     const qf s0 = times_scales(d, scales[2 * b]), s1 = times_scales(d, scales[2 * b + 1]);
-    const qf f0 = ilane_float(from_start(i0, starts[2 * b])),
-             f1 = ilane_float(from_start(i1, starts[2 * b + 1]));
+    const qf f0 = _mm256_cvtepi32_ps(from_start(i0, starts[2 * b])),
+             f1 = _mm256_cvtepi32_ps(from_start(i1, starts[2 * b + 1]));
     acc = qf_fma(qf_fma(f1, s1, qf_mul(f0, s0)), qf_set1(dx[b]), acc);
     HOLD(acc);
     return acc;
@@ -407,19 +407,19 @@ INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
     __m256i sums[2][2][4];
     int64_t c = 0;
     do {
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
         for (int n = 0; n < 2; n++) {
             if (n) {
                 scales_by_group(&r, scales);
                 d = qf_halves(r.a + 208, stride);
             }
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
             for (int rows = 0; rows < 2; rows++) {
                 const uint8_t *from = rows ? r.b : r.a;
                 fetch_two(&r, 2 * n + rows, 210);
                 four_rows_6_bits(from + 64 * n, from + 128 + 32 * n, r.one, r.three, x.q + 128 * n,
                                  sums[n][rows]);
-#    pragma GCC unroll 2
+#pragma GCC unroll 2
                 for (int b = 2 * rows; b < 2 * rows + 2; b++) {
                     if (n) acc = add_6_bits(sums[0], b, scales, d, x.d, x.starts, acc);
                     else if (c)
@@ -434,5 +434,4 @@ INLINE qf direct_q6_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
         acc = add_6_bits(sums[1], b, scales + 8, d, x.d - 4, x.starts - 8, acc);
     return acc;
 }
-#endif
 #endif

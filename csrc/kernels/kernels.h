@@ -5,9 +5,10 @@
 #define QRT_KERNELS_H
 #include "../qrt.h"
 
-#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
+// A file that says QRT_HALF_VECTORS works in vectors of 256 bits at AVX-512 too.
+#if (defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)) && !defined(QRT_HALF_VECTORS)
 #    include "../simd/avx512.h"
-#elif defined(QRT_LEVEL_AVX2)
+#elif defined(QRT_LEVEL_AVX2) || defined(QRT_HALF_VECTORS)
 #    include "../simd/avx2.h"
 #elif defined(QRT_LEVEL_NEON)
 #    include "../simd/neon.h"

@@ -2,8 +2,6 @@
 // 256 columns at a time, and meets all x rows of the call; few x rows meet the blocks of common
 // formats as they lie (direct.h). Float weights: dot products along the columns. The result of a
 // row depends on its own x alone: not on the other rows, the cut into pieces or the thread.
-#include "kernels.h"
-#include "direct_rows.h"
 #include "float_mul.h"
 #include "panel_mul.h"
 #include "quantize.h"
@@ -14,45 +12,6 @@
 static int64_t piece_rows(int64_t rows, int64_t n, int threads) {
     const int64_t share = rows / (threads * (n <= QRT_FEW_X ? 4 : 8)) / 64 * 64;
     return share < 64 ? 64 : share > 512 ? 512 : share;
-}
-
-// One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 +
-// rows) . x row x_rows[i].
-typedef struct qrt_product {
-    const qrt_tensor *w;
-    const uint8_t *data; // of the expert
-    float scale;
-    const qrt_quant *x;    // for quantised weights
-    const int32_t *starts; // of their sums, [n][cols / group]; see set_starts
-    const float *xf;       // for float weights, rows of w->cols, x_ld apart
-    int64_t x_ld;
-    const int32_t *x_rows, *out_rows;
-    int64_t n; // x rows
-    float *out;
-    int64_t ld;
-    const float *residual;
-} product;
-
-INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, int64_t n) {
-    const int64_t at = p->out_rows[i] * p->ld + row;
-    float *out = p->out + at;
-    if (p->w->scale) {
-        for (int64_t r = 0; r < n; r++) out[r] = y[r] * p->scale;
-    } else {
-        for (int64_t r = 0; r < n; r++) out[r] = y[r];
-    }
-    if (p->residual)
-        for (int64_t r = 0; r < n; r++) out[r] += p->residual[at + r];
-}
-
-// The same for n rows, `apart` rows from each other.
-static void store_rows(const product *p, int64_t i, int64_t row, int64_t apart, const float *y,
-                       int n) {
-    if (apart == 1) {
-        store_row(p, i, row, y, n);
-    } else {
-        for (int r = 0; r < n; r++) store_row(p, i, row + r * apart, y + r, 1);
-    }
 }
 
 // Weight rows are worked on in sets of a fixed size. With few x rows, a set is one row from each of
@@ -171,112 +130,6 @@ static const product_fn products[QRT_N_FORMATS] = {
     QRT_FLOAT_FORMATS(X) QRT_QUANT_FORMATS(X)
 #undef X
 };
-
-// ---------------------------------------------------------------- few x rows
-#ifdef DIRECT_FORMATS
-typedef void (*scales_fn)(const uint8_t *src, int64_t stride, int nb, const panel *to);
-// acc, one for each x row: with the products of nb x 32 columns from block b on added
-typedef void (*columns_fn)(const product *, const uint8_t *src, int64_t stride, int nb, int64_t b,
-                           const float *s, const float *m, qf *acc);
-
-// The rows are cut into QF parts of equal length, and one row of each is worked on at a time; those
-// that are left over are not done. `bytes`: of the format, for 256 columns.
-INLINE int64_t product_far(const product *p, int64_t row0, int64_t rows, scales_fn scales,
-                           columns_fn columns, const int bytes) {
-    const int64_t each = rows / QF, stride = each * p->w->row_bytes, blocks = p->w->cols / 32;
-    _Alignas(64) float s[16 * NR], m[16 * NR];
-    const panel to = {NULL, s, m, NULL, NULL};
-    for (int64_t r = row0; r < row0 + each; r++) {
-        const uint8_t *src = p->data + r * p->w->row_bytes;
-        qf acc[QRT_DIRECT_X];
-        for (int i = 0; i < p->n; i++) acc[i] = qf_zero();
-        for (int64_t b = 0; b < blocks; b += 8, src += bytes) {
-            const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-            scales(src, stride, nb, &to);
-            columns(p, src, stride, nb, b, s, m, acc);
-        }
-        for (int i = 0; i < p->n; i++) {
-            float y[QF];
-            qf_store(y, acc[i]);
-            store_rows(p, i, r, each, y, QF);
-        }
-    }
-    return each * QF;
-}
-#    define FAR(kind, suffix, name)                                                                \
-        static int64_t kind##_product_##suffix(const product *p, int64_t row0, int64_t rows) {     \
-            return product_far(p, row0, rows, scales_##name, kind##_columns_##suffix,              \
-                               256 / name##_elements * name##_bytes);                              \
-        }
-#    define DIRECT(suffix, name)                                                                   \
-        static int64_t direct_product_##suffix(const product *p, int64_t row0, int64_t rows) {     \
-            const int64_t each = rows / QF, bytes = p->w->row_bytes, blocks = p->w->cols / 32;     \
-            for (int64_t r = row0; r < row0 + each; r++) {                                         \
-                for (int i = 0; i < p->n; i++) {                                                   \
-                    const xrow x = x_row(p->x, p->x_rows, p->starts, i, 0, name##_group);          \
-                    float y[QF];                                                                   \
-                    qf_store(y, direct_##suffix(p->data + r * bytes, each * bytes, blocks, x));    \
-                    store_rows(p, i, r, each, y, QF);                                              \
-                }                                                                                  \
-            }                                                                                      \
-            return each * QF;                                                                      \
-        }
-#    define X(NAME, name) DIRECT(name, name)
-DIRECT_FORMATS(X)
-#    undef X
-
-// One function for each kind of split weights: formats share them.
-#    define DOT(BITS, GROUP, OFF)                                                                  \
-        static __attribute__((noinline)) void dot_##BITS##_##GROUP##_##OFF(                        \
-            const __m256i *q, int nb, const float *s, const float *m, const qrt_quant *x,          \
-            const int32_t *xs, const int32_t *starts, int n, int64_t first, qf *acc) {             \
-            dot_all_x(BITS, GROUP, OFF, q, nb, s, m, x, xs, starts, n, first, acc);                \
-        }
-DOT(4, 32, 0)
-DOT(4, 32, 1)
-DOT(4, 32, 8)
-DOT(4, 16, 0)
-DOT(4, 16, 4)
-DOT(5, 32, 0)
-DOT(5, 32, 16)
-DOT(6, 16, 32)
-DOT(8, 32, 0)
-#    undef DOT
-#    define X(NAME, name, BITS, GROUP, OFF)                                                        \
-        INLINE void split_columns_##name(const product *p, const uint8_t *src, int64_t stride,     \
-                                         int nb, int64_t b, const float *s, const float *m,        \
-                                         qf *acc) {                                                \
-            __m256i q[64];                                                                         \
-            split_##name(src, stride, nb, q);                                                      \
-            for (int i = 0; i < QF; i++)                                                           \
-                fetch_lines(src + i * stride, 256 / name##_elements * name##_bytes);               \
-            dot_##BITS##_##GROUP##_##OFF(q, nb, s, m, p->x, p->x_rows, p->starts, (int)p->n, b,    \
-                                         acc);                                                     \
-        }                                                                                          \
-        FAR(split, name, name)
-SPLIT_FORMATS(X)
-#    undef X
-
-// With more x rows than so many, it is faster to split weights once for all of them.
-#    define UNSPLIT_X 2
-static int64_t direct(const product *p, int64_t row0, int64_t rows) {
-    if (p->n <= UNSPLIT_X) {
-        switch (p->w->format) {
-#    define X(NAME, name)                                                                          \
-    case QRT_##NAME: return direct_product_##name(p, row0, rows);
-            DIRECT_FORMATS(X)
-#    undef X
-        }
-    }
-    switch (p->w->format) {
-#    define X(NAME, name, ...)                                                                     \
-    case QRT_##NAME: return split_product_##name(p, row0, rows);
-        SPLIT_FORMATS(X)
-#    undef X
-    }
-    return 0;
-}
-#endif
 
 static const struct {
     int group, taken;
@@ -470,9 +323,6 @@ static double int8_peak(void) {
 #undef EACH_CHAIN
 
 void QRT_FILL(linear)(qrt_kernels *k) {
-#ifdef DIRECT_FORMATS
-    k->direct = direct;
-#endif
     k->int8_peak = int8_peak;
     k->op[QRT_LINEAR] = op_linear;
     k->op[QRT_MOE_LINEAR] = op_moe_linear;

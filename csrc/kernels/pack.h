@@ -4,8 +4,6 @@
 #ifndef QRT_PACK_H
 #define QRT_PACK_H
 
-INLINE wv low_nibbles(wv a) { return a & 0x0f0f0f0fu; }
-INLINE wv high_nibbles(wv a) { return a >> 4 & 0x0f0f0f0fu; }
 INLINE qf scaled(qf d, wv a) { return qf_mul(d, qf_from_int(a)); }
 
 // 16 bytes of each row: low nibbles from word k on, high nibbles from word high on.

@@ -7,7 +7,7 @@
 // the sign can go to x.
 #ifndef QRT_PANEL_H
 #define QRT_PANEL_H
-#include "kernels.h"
+#include "product.h"
 #include "../simd/words.h"
 #include "../unpack/unpack.h"
 
@@ -17,29 +17,17 @@ typedef struct {
     const uint8_t *ahead, *ahead_end; // what will be packed next, NULL: unknown; only prefetched
 } panel;
 
-#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
+#if QF == 16
 #    define NR 32
-#    define INT8_OFF 128 // makes int8 unsigned
 #else
 #    define NR 16
-#    define INT8_OFF 0
 #endif
-#define HAS_MINIMA(bits, off) ((bits) < 8 && (off) == 0)
-#define TAKEN(bits, off) ((bits) == 8 ? INT8_OFF : (off)) // off the q of a panel
 
 #ifdef QRT_LEVEL_AVX2
 #    define PARTS(bits) ((bits) == 8 ? 2 : 1) // of q
 #else
 #    define PARTS(bits) 1
 #endif
-
-enum {
-#define X(NAME, name, id, ELEMENTS, BYTES, BITS, GROUP, OFF)                                       \
-    name##_bits = BITS, name##_group = GROUP, name##_elements = ELEMENTS, name##_bytes = BYTES,    \
-    name##_minima = HAS_MINIMA(BITS, OFF),
-    QRT_QUANT_FORMATS(X)
-#undef X
-};
 
 // Words and scales of QF rows at index k, g along the columns; to: the panel from the first of
 // these rows on.

@@ -10,14 +10,6 @@
 
 #define NV (NR / QF) // vectors of a panel row group
 
-// x rows of one tile: pointers at the first column of the chunk. starts[g]: where the whole sum of
-// group g begins; unset where nothing is taken off weights.
-typedef struct {
-    const int8_t *q;
-    const float *d, *s;
-    const int32_t *starts;
-} xrow;
-
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
 #    define TILE 6
 typedef __m512i ilane;
@@ -51,10 +43,6 @@ INLINE void dot_group(const int bits, const int group, const bool taken, const i
 #    define TILE 4
 typedef __m256i ilane;
 INLINE qf ilane_float(ilane a) { return _mm256_cvtepi32_ps(a); }
-
-// A value stays in a register here: without it the compiler mixes all steps and runs out of
-// registers.
-#    define HOLD(v) __asm__ volatile("" : "+x"(v))
 
 // Four columns of a full tile: s[t][v] = or += products of w[v] and x[t], pairs of them added in
 // int16 below 8 bits, fours in int32 for 8. In assembly, as the compiler spills at any other order:
@@ -209,9 +197,10 @@ INLINE void dot_group(const int bits, const int group, const bool taken, const i
 
 // A panel's rows are too many streams, each too short, for the processor to foresee. So while a
 // panel is multiplied, the bytes of the next one (whose rows follow) are fetched in the order in
-// which they lie, a few lines at a time: a burst would fill the queue of outstanding misses.
+// which they lie, a few lines at a time: a burst would fill the queue of outstanding misses. They
+// go to the second-level cache, as the first may be smaller than a panel's bytes.
 INLINE const uint8_t *fetch_next(const uint8_t *ahead, const uint8_t *end, int lines) {
-    for (; lines > 0 && ahead < end; lines--, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+    for (; lines > 0 && ahead < end; lines--, ahead += 64) __builtin_prefetch(ahead, 0, 2);
     return ahead;
 }
 

@@ -15,6 +15,9 @@ static inline qf qf_held(qf a) {
     __asm__("" : "+x"(a));
     return a;
 }
+// A value stays in a register here: without it the compiler mixes all steps and runs out of
+// registers.
+#define HOLD(v) __asm__ volatile("" : "+x"(v))
 static inline void qf_store(float *p, qf a) { _mm256_storeu_ps(p, a); }
 static inline qf qf_set1(float a) { return _mm256_set1_ps(a); }
 static inline qf qf_zero(void) { return _mm256_setzero_ps(); }

@@ -3,6 +3,7 @@
 // simd/<isa>.h.
 //     wv_rows      16 bytes of each row, stride apart, as four words
 //     wv_row_words 4 bytes of each row
+//     low_nibbles, high_nibbles
 //     wv_lookup    every byte (below 16) through a table of 16 bytes
 //     qf_from_int  signed words to float
 //     qf_of_bits   the same bits as floats
@@ -13,17 +14,19 @@
 
 #if QF == 1
 typedef uint32_t wv;
-static inline qf qf_from_int(wv a) { return (float)(int32_t)a; }
+INLINE qf qf_from_int(wv a) { return (float)(int32_t)a; }
 #else
 typedef uint32_t wv __attribute__((vector_size(4 * QF)));
-static inline qf qf_from_int(wv a) {
+INLINE qf qf_from_int(wv a) {
     typedef int32_t ints __attribute__((vector_size(4 * QF)));
     typedef float floats __attribute__((vector_size(4 * QF)));
     return (qf) __builtin_convertvector((ints)a, floats);
 }
 #endif
-static inline void wv_store(uint8_t *p, wv a) { memcpy(p, &a, sizeof a); }
-static inline wv wv_row_words(const uint8_t *p, int64_t stride) {
+INLINE wv low_nibbles(wv a) { return a & 0x0f0f0f0fu; }
+INLINE wv high_nibbles(wv a) { return a >> 4 & 0x0f0f0f0fu; }
+INLINE void wv_store(uint8_t *p, wv a) { memcpy(p, &a, sizeof a); }
+INLINE wv wv_row_words(const uint8_t *p, int64_t stride) {
 #if QF == 1
     (void)stride;
     return qrt_u32(p);
@@ -33,20 +36,20 @@ static inline wv wv_row_words(const uint8_t *p, int64_t stride) {
     return a;
 #endif
 }
-static inline qf qf_of_bits(wv a) {
+INLINE qf qf_of_bits(wv a) {
     qf f;
     memcpy(&f, &a, sizeof f);
     return f;
 }
 
-#if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
-static inline __m512i wv_quarters(const uint8_t *p, int64_t stride) { // rows 0, 4, 8, 12
+#if QF == 16
+INLINE __m512i wv_quarters(const uint8_t *p, int64_t stride) { // rows 0, 4, 8, 12
     __m512i a = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
     a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
     a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
     return _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
 }
-static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
+INLINE void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     __m512i a = wv_quarters(p, stride), b = wv_quarters(p + stride, stride);
     __m512i c = wv_quarters(p + 2 * stride, stride), d = wv_quarters(p + 3 * stride, stride);
     __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
@@ -56,28 +59,28 @@ static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     w[2] = (wv)_mm512_unpacklo_epi64(ab, cd);
     w[3] = (wv)_mm512_unpackhi_epi64(ab, cd);
 }
-static inline wv wv_lookup(const uint8_t table[16], wv a) {
+INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
     return (wv)_mm512_shuffle_epi8(t, (__m512i)a);
 }
-static inline qf qf_halves(const uint8_t *p, int64_t stride) {
+INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
     uint16_t h[16];
     for (int r = 0; r < 16; r++) memcpy(h + r, p + r * stride, 2);
     return qf_from_f16(h);
 }
-static inline void qf_of_pairs(wv a, qf *low, qf *high) {
+INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     typedef uint16_t halves __attribute__((vector_size(32)));
     halves h[2] = {__builtin_convertvector(a, halves), __builtin_convertvector(a >> 16, halves)};
     *low = qf_from_f16((const uint16_t *)h);
     *high = qf_from_f16((const uint16_t *)(h + 1));
 }
 
-#elif defined(QRT_LEVEL_AVX2)
-static inline __m256i wv_halves(const uint8_t *p, int64_t stride) { // rows 0, 4
+#elif QF == 8
+INLINE __m256i wv_halves(const uint8_t *p, int64_t stride) { // rows 0, 4
     __m256i a = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
     return _mm256_inserti128_si256(a, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
 }
-static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
+INLINE void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     __m256i a = wv_halves(p, stride), b = wv_halves(p + stride, stride);
     __m256i c = wv_halves(p + 2 * stride, stride), d = wv_halves(p + 3 * stride, stride);
     __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
@@ -87,11 +90,11 @@ static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     w[2] = (wv)_mm256_unpacklo_epi64(ab, cd);
     w[3] = (wv)_mm256_unpackhi_epi64(ab, cd);
 }
-static inline wv wv_lookup(const uint8_t table[16], wv a) {
+INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
     return (wv)_mm256_shuffle_epi8(t, (__m256i)a);
 }
-static inline qf qf_halves(const uint8_t *p, int64_t stride) {
+INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
     __m128i h = _mm_cvtsi32_si128(qrt_u16(p));
     h = _mm_insert_epi16(h, qrt_u16(p + stride), 1);
     h = _mm_insert_epi16(h, qrt_u16(p + 2 * stride), 2);
@@ -102,7 +105,7 @@ static inline qf qf_halves(const uint8_t *p, int64_t stride) {
     h = _mm_insert_epi16(h, qrt_u16(p + 7 * stride), 7);
     return _mm256_cvtph_ps(h);
 }
-static inline void qf_of_pairs(wv a, qf *low, qf *high) {
+INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     __m256i h = _mm256_packus_epi32((__m256i)(a & 0xffff), (__m256i)(a >> 16));
     h = _mm256_permute4x64_epi64(h, 0xd8);
     *low = _mm256_cvtph_ps(_mm256_castsi256_si128(h));
@@ -110,7 +113,7 @@ static inline void qf_of_pairs(wv a, qf *low, qf *high) {
 }
 
 #elif defined(QRT_LEVEL_NEON)
-static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
+INLINE void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(p));
     uint32x4_t b = vreinterpretq_u32_u8(vld1q_u8(p + stride));
     uint32x4_t c = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride));
@@ -123,35 +126,35 @@ static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     w[1] = (wv)vtrn1q_u64(ab, cd);
     w[3] = (wv)vtrn2q_u64(ab, cd);
 }
-static inline wv wv_lookup(const uint8_t table[16], wv a) {
+INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     return (wv)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)a);
 }
-static inline qf qf_halves(const uint8_t *p, int64_t stride) {
+INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
     uint16x4_t h = vdup_n_u16(qrt_u16(p));
     h = vset_lane_u16(qrt_u16(p + stride), h, 1);
     h = vset_lane_u16(qrt_u16(p + 2 * stride), h, 2);
     h = vset_lane_u16(qrt_u16(p + 3 * stride), h, 3);
     return vcvt_f32_f16(vreinterpret_f16_u16(h));
 }
-static inline void qf_of_pairs(wv a, qf *low, qf *high) {
+INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     *low = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)a)));
     *high = vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32((uint32x4_t)a, 16)));
 }
 
 #else
-static inline void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
+INLINE void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     (void)stride;
     memcpy(w, p, 16);
 }
-static inline wv wv_lookup(const uint8_t table[16], wv a) {
+INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     return table[a & 15] | (wv)table[a >> 8 & 15] << 8 | (wv)table[a >> 16 & 15] << 16 |
            (wv)table[a >> 24] << 24;
 }
-static inline qf qf_halves(const uint8_t *p, int64_t stride) {
+INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
     (void)stride;
     return qrt_half(p);
 }
-static inline void qf_of_pairs(wv a, qf *low, qf *high) {
+INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     uint16_t h[2] = {(uint16_t)a, (uint16_t)(a >> 16)};
     *low = qrt_half((const uint8_t *)h);
     *high = qrt_half((const uint8_t *)(h + 1));
