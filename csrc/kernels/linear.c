@@ -35,14 +35,17 @@ typedef struct qrt_product {
 
 INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, int64_t n) {
     const int64_t at = p->out_rows[i] * p->ld + row;
-    float *out = p->out + at;
-    if (p->w->scale) {
-        for (int64_t r = 0; r < n; r++) out[r] = y[r] * p->scale;
-    } else {
-        for (int64_t r = 0; r < n; r++) out[r] = y[r];
+    const float scale = p->w->scale ? p->scale : 1;
+    int64_t r = 0;
+    for (; r + QF <= n; r += QF) {
+        qf v = qf_mul(qf_load(y + r), qf_set1(scale));
+        if (p->residual) v = qf_add(v, qf_load(p->residual + at + r));
+        qf_store(p->out + at + r, v);
     }
-    if (p->residual)
-        for (int64_t r = 0; r < n; r++) out[r] += p->residual[at + r];
+    for (; r < n; r++) {
+        const float v = y[r] * scale;
+        p->out[at + r] = p->residual ? v + p->residual[at + r] : v;
+    }
 }
 
 // The same for n rows, `apart` rows from each other.
@@ -76,12 +79,12 @@ typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t 
 
 // One function for each kind of panel and each format's packing: products share them.
 typedef void (*mul_fn)(panel *, int nb, const qrt_quant *, const int32_t *xs, const int32_t *starts,
-                       int64_t n, int64_t first_block, float *acc);
+                       int64_t i, int64_t end, int64_t first_block, float *acc);
 #define MUL(BITS, GROUP, OFF)                                                                      \
     static __attribute__((noinline)) void mul_##BITS##_##GROUP##_##OFF(                            \
-        panel *p, int nb, const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t n, \
-        int64_t first, float *acc) {                                                               \
-        mul_panel(BITS, GROUP, OFF, p, nb, x, xs, starts, n, first, acc);                          \
+        panel *p, int nb, const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t i, \
+        int64_t end, int64_t first, float *acc) {                                                  \
+        mul_panel(BITS, GROUP, OFF, p, nb, x, xs, starts, i, end, first, acc);                     \
     }
 MUL(4, 32, 0)
 MUL(4, 32, 1)
@@ -104,6 +107,20 @@ typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int6
 QRT_QUANT_FORMATS(X)
 #undef X
 
+// Results of the last columns are stored after so many x rows, while the products of the next ones
+// are made; a multiple of the tiles.
+#define STORED 12
+// Their places, which no cache holds by now, are fetched before these products.
+INLINE void fetch_results(const product *p, int64_t i, int64_t end, int64_t row) {
+    for (; i < end; i++) {
+        const int64_t at = p->out_rows[i] * p->ld + row;
+        for (int64_t r = 0; r < NR; r += 16) {
+            __builtin_prefetch(p->out + at + r, 1, 3);
+            if (p->residual) __builtin_prefetch(p->residual + at + r, 0, 3);
+        }
+    }
+}
+
 // n_rows weight rows from r on, `apart` rows from each other. When they are adjacent, what is
 // packed next lies behind them.
 INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows, float *acc,
@@ -113,17 +130,23 @@ INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows
     panel to = {q, s, m, NULL, NULL};
     const int64_t blocks = p->w->cols / 32, bytes = p->w->row_bytes;
     const uint8_t *from = p->data + r * bytes;
-    memset(acc, 0, (size_t)p->n * NR * sizeof(float));
     for (int64_t b = 0; b < blocks; b += 8) {
         const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-        if (apart == 1) {
-            to.ahead = from + NR * bytes * (blocks + b) / blocks;
-            to.ahead_end = from + NR * bytes * (blocks + b + nb) / blocks;
-        }
+        const bool last = b + nb == blocks;
         pack(from, apart * bytes, n_rows, b, nb, &to);
-        mul(&to, nb, p->x, p->x_rows, p->starts, p->n, b, acc);
+        for (int64_t i = 0, end; i < p->n; i = end) {
+            end = !last || p->n - i < STORED ? p->n : i + STORED;
+            if (apart == 1) {
+                const int64_t at = (blocks + b) * p->n, all = blocks * p->n;
+                to.ahead = from + NR * bytes * (at + nb * i) / all;
+                to.ahead_end = from + NR * bytes * (at + nb * end) / all;
+                if (last) fetch_results(p, i, end, r);
+            }
+            mul(&to, nb, p->x, p->x_rows, p->starts, i, end, b, acc);
+            if (last)
+                for (int64_t j = i; j < end; j++) store_rows(p, j, r, apart, acc + j * NR, n_rows);
+        }
     }
-    for (int64_t i = 0; i < p->n; i++) store_rows(p, i, r, apart, acc + i * NR, n_rows);
 }
 
 static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
@@ -295,8 +318,16 @@ static uint8_t *set_starts(product *p, uint8_t *scratch) {
     if (!taken) return scratch;
     const int32_t *sums = group == 32 ? p->x->n32 : p->x->n16;
     const int64_t each = p->w->cols / group;
-    for (int64_t i = 0; i < p->n; i++)
-        for (int64_t g = 0; g < each; g++) *starts++ = -taken * sums[p->x_rows[i] * each + g];
+    for (int64_t i = 0; i < p->n; i++, starts += each) {
+        const int32_t *of = sums + p->x_rows[i] * each;
+        int64_t g = 0;
+        for (; g + QF <= each; g += QF) {
+            wv w;
+            memcpy(&w, of + g, sizeof w);
+            wv_store((uint8_t *)(starts + g), w * (uint32_t)-taken);
+        }
+        for (; g < each; g++) starts[g] = -taken * of[g];
+    }
     return scratch + ((p->n * each * 4 + 63) & ~(int64_t)63);
 }
 
@@ -308,9 +339,13 @@ static void multiply(const qrt_kernels *k, product *p, int64_t row0, int64_t row
 }
 
 // ---------------------------------------------------------------- ops
+// x rows of a piece: of as few pieces as can be, all of about the same length, as a few rows left
+// over would cost the unpacking of all weights.
 static int64_t x_block(const qrt_tensor *w, int64_t n) {
-    const int64_t rows = qrt_x_rows(w->cols, w->format <= QRT_BF16 ? 4 : 1);
-    return n < rows ? n : rows;
+    const bool floats = w->format <= QRT_BF16;
+    const int64_t tile = floats ? FTILE : TILE, most = qrt_x_rows(w->cols, floats ? 4 : 1);
+    const int64_t pieces = (n + most - 1) / most;
+    return pieces <= 1 ? n : ((n + pieces - 1) / pieces + tile - 1) / tile * tile;
 }
 
 // scratch: [identity rows] then the product's own

@@ -215,16 +215,17 @@ INLINE const uint8_t *fetch_next(const uint8_t *ahead, const uint8_t *end, int l
     return ahead;
 }
 
-// acc: mr rows of NR floats; lines: as many are fetched for each 32 columns
+// acc: mr rows of NR floats, unset if these columns begin them; lines: as many are fetched for each
+// 32 columns
 INLINE void mul_tile(const int bits, const int group, const int off, const int mr, panel *p, int nb,
-                     int lines, const xrow *x, float *acc) {
+                     int lines, const xrow *x, bool begin, float *acc) {
     const int per = 32 / group;
     const bool taken = TAKEN(bits, off) != 0;
     qf a[TILE][NV];
 #pragma GCC unroll 8
     for (int t = 0; t < mr; t++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) a[t][v] = qf_load(acc + t * NR + v * QF);
+        for (int v = 0; v < NV; v++) a[t][v] = begin ? qf_zero() : qf_load(acc + t * NR + v * QF);
     const uint8_t *ahead = p->ahead, *const end = p->ahead_end;
     for (int b = 0; b < nb; b++) {
         qf f[TILE][NV];
@@ -269,34 +270,35 @@ INLINE void mul_tile(const int bits, const int group, const int off, const int m
         for (int v = 0; v < NV; v++) qf_store(acc + t * NR + v * QF, a[t][v]);
 }
 
-// All n x rows of a call against one chunk of a panel; xs: rows of x; starts: [n][cols / group];
-// acc: [n][NR].
+// x rows i .. end of a call against one chunk of a panel; xs: rows of x; starts: [n][cols / group];
+// acc: [n][NR], unset at the first chunk.
 INLINE void mul_panel(const int bits, const int group, const int off, panel *p, int nb,
-                      const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t n,
-                      int64_t first_block, float *acc) {
-    const int64_t blocks = x->cols / 32, per = 32 / group, times = (n + TILE - 1) / TILE * nb;
+                      const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t i,
+                      int64_t end, int64_t first_block, float *acc) {
+    const int64_t blocks = x->cols / 32, per = 32 / group, times = (end - i + TILE - 1) / TILE * nb;
     const int lines = (int)(((p->ahead_end - p->ahead) / 64 + times) / times);
     const float *sums = group == 32 ? x->s32 : x->s16;
-    for (int64_t t = 0; t < n; t += TILE) {
+    for (; i < end; i += TILE) {
         xrow r[TILE];
-        const int m = (int)(n - t < TILE ? n - t : TILE);
-        for (int i = 0; i < m; i++) {
-            const int64_t row = xs[t + i];
-            r[i] =
+        const int m = (int)(end - i < TILE ? end - i : TILE);
+        for (int t = 0; t < m; t++) {
+            const int64_t row = xs[i + t];
+            r[t] =
                 (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
                        sums + (row * blocks + first_block) * per,
-                       starts + ((t + i) * blocks + first_block) * per};
+                       starts + ((i + t) * blocks + first_block) * per};
         }
-        float *to = acc + t * NR;
-        if (m == TILE) mul_tile(bits, group, off, TILE, p, nb, lines, r, to);
+        float *to = acc + i * NR;
+        const bool begin = first_block == 0;
+        if (m == TILE) mul_tile(bits, group, off, TILE, p, nb, lines, r, begin, to);
 #if TILE > 1
-        else if (m == 1) mul_tile(bits, group, off, 1, p, nb, lines, r, to);
-        else if (m == 2) mul_tile(bits, group, off, 2, p, nb, lines, r, to);
-        else if (m == 3) mul_tile(bits, group, off, 3, p, nb, lines, r, to);
+        else if (m == 1) mul_tile(bits, group, off, 1, p, nb, lines, r, begin, to);
+        else if (m == 2) mul_tile(bits, group, off, 2, p, nb, lines, r, begin, to);
+        else if (m == 3) mul_tile(bits, group, off, 3, p, nb, lines, r, begin, to);
 #endif
 #if TILE > 4
-        else if (m == 4) mul_tile(bits, group, off, 4, p, nb, lines, r, to);
-        else mul_tile(bits, group, off, 5, p, nb, lines, r, to);
+        else if (m == 4) mul_tile(bits, group, off, 4, p, nb, lines, r, begin, to);
+        else mul_tile(bits, group, off, 5, p, nb, lines, r, begin, to);
 #endif
     }
 }
