@@ -158,7 +158,7 @@ struct qrt_kernels {
                                    int64_t n);
     // A few x rows (at most QRT_DIRECT_X) with weight rows row0 .. row0 + rows, straight from the
     // blocks. Returns how many of these rows are done: none for formats that it lacks. NULL: the
-    // level and those below have none. See kernels/linear.c for what it is given.
+    // level and those below have none. See kernels/product.h for what it is given.
     int64_t (*direct)(const struct qrt_product *, int64_t row0, int64_t rows);
     double (*int8_peak)(void); // a loop of int8 products on registers; returns the operations (2
                                // per product) it did

@@ -1,6 +1,6 @@
 // linear, moe_linear, moe_sum, quantize. Quantised weights: a panel of NR rows is unpacked once,
 // 256 columns at a time, and meets all x rows of the call; few x rows meet the blocks of common
-// formats as they lie (direct.h). Float weights: dot products along the columns. The result of a
+// formats as they lie (direct.c). Float weights: dot products along the columns. The result of a
 // row depends on its own x alone: not on the other rows, the cut into pieces or the thread.
 #include "float_mul.h"
 #include "panel_mul.h"
@@ -8,39 +8,22 @@
 #include "scratch.h"
 
 // Weight rows handed to a thread at a time: few enough that nobody waits long for the last, many
-// enough that with few x rows the streams of memory (see row_set) are long.
+// enough that with few x rows the streams of memory (row_set, direct.c) are long.
 static int64_t piece_rows(int64_t rows, int64_t n, int threads) {
     const int64_t share = rows / (threads * (n <= QRT_FEW_X ? 4 : 8)) / 64 * 64;
     return share < 64 ? 64 : share > 512 ? 512 : share;
-}
-
-// Weight rows are worked on in sets of a fixed size. With few x rows, a set is one row from each of
-// as many equal parts of the piece: long streams of memory side by side, which the processor's
-// prefetchers follow. Else, and where the parts end, a set's rows are adjacent.
-typedef struct {
-    int64_t first, apart;
-    int n; // 0: there are no more
-} row_set;
-
-INLINE int64_t spread_sets(const product *p, int64_t rows, int size) {
-    return p->n <= QRT_FEW_X ? rows / size : 0;
-}
-INLINE row_set set_of(int64_t i, int64_t spread, int64_t rows, int size) {
-    if (i < spread) return (row_set){i, spread, size};
-    const int64_t first = spread * size + (i - spread) * size, left = rows - first;
-    return (row_set){first, 1, (int)(left < 0 ? 0 : left < size ? left : size)};
 }
 
 typedef void (*product_fn)(const product *, int64_t row0, int64_t rows, uint8_t *scratch);
 
 // One function for each kind of panel and each format's packing: products share them.
 typedef void (*mul_fn)(panel *, int nb, const qrt_quant *, const int32_t *xs, const int32_t *starts,
-                       int64_t n, int64_t first_block, float *acc);
+                       int64_t i, int64_t end, int64_t first_block, float *acc);
 #define MUL(BITS, GROUP, OFF)                                                                      \
     static __attribute__((noinline)) void mul_##BITS##_##GROUP##_##OFF(                            \
-        panel *p, int nb, const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t n, \
-        int64_t first, float *acc) {                                                               \
-        mul_panel(BITS, GROUP, OFF, p, nb, x, xs, starts, n, first, acc);                          \
+        panel *p, int nb, const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t i, \
+        int64_t end, int64_t first, float *acc) {                                                  \
+        mul_panel(BITS, GROUP, OFF, p, nb, x, xs, starts, i, end, first, acc);                     \
     }
 MUL(4, 32, 0)
 MUL(4, 32, 1)
@@ -63,34 +46,50 @@ typedef void (*pack_fn)(const uint8_t *rows, int64_t row_bytes, int n_rows, int6
 QRT_QUANT_FORMATS(X)
 #undef X
 
-// n_rows weight rows from r on, `apart` rows from each other. When they are adjacent, what is
-// packed next lies behind them.
-INLINE void product_panel(const product *p, int64_t r, int64_t apart, int n_rows, float *acc,
-                          pack_fn pack, mul_fn mul) {
+// Results of the last columns are stored after so many x rows, while the products of the next ones
+// are made; a multiple of the tiles.
+#define STORED 12
+// Their places, which no cache holds by now, are fetched before these products.
+INLINE void fetch_results(const product *p, int64_t i, int64_t end, int64_t row) {
+    for (; i < end; i++) {
+        const int64_t at = p->out_rows[i] * p->ld + row;
+        for (int64_t r = 0; r < NR; r += 16) {
+            __builtin_prefetch(p->out + at + r, 1, 3);
+            if (p->residual) __builtin_prefetch(p->residual + at + r, 0, 3);
+        }
+    }
+}
+
+// n_rows weight rows from r on; what is packed next lies behind them.
+INLINE void product_panel(const product *p, int64_t r, int n_rows, float *acc, pack_fn pack,
+                          mul_fn mul) {
     _Alignas(64) uint8_t q[PARTS(8) * 256 * NR];
     _Alignas(64) float s[16 * NR], m[16 * NR];
     panel to = {q, s, m, NULL, NULL};
     const int64_t blocks = p->w->cols / 32, bytes = p->w->row_bytes;
     const uint8_t *from = p->data + r * bytes;
-    memset(acc, 0, (size_t)p->n * NR * sizeof(float));
     for (int64_t b = 0; b < blocks; b += 8) {
         const int nb = (int)(blocks - b < 8 ? blocks - b : 8);
-        if (apart == 1) {
-            to.ahead = from + NR * bytes * (blocks + b) / blocks;
-            to.ahead_end = from + NR * bytes * (blocks + b + nb) / blocks;
+        const bool last = b + nb == blocks;
+        pack(from, bytes, n_rows, b, nb, &to);
+        for (int64_t i = 0, end; i < p->n; i = end) {
+            end = !last || p->n - i < STORED ? p->n : i + STORED;
+            const int64_t at = (blocks + b) * p->n, all = blocks * p->n;
+            to.ahead = from + NR * bytes * (at + nb * i) / all;
+            to.ahead_end = from + NR * bytes * (at + nb * end) / all;
+            if (last) fetch_results(p, i, end, r);
+            mul(&to, nb, p->x, p->x_rows, p->starts, i, end, b, acc);
+            if (last)
+                for (int64_t j = i; j < end; j++) store_row(p, j, r, acc + j * NR, n_rows);
         }
-        pack(from, apart * bytes, n_rows, b, nb, &to);
-        mul(&to, nb, p->x, p->x_rows, p->starts, p->n, b, acc);
     }
-    for (int64_t i = 0; i < p->n; i++) store_rows(p, i, r, apart, acc + i * NR, n_rows);
 }
 
 static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t *scratch,
                           pack_fn pack, mul_fn mul) {
-    const int64_t spread = spread_sets(p, rows, NR);
-    row_set set;
-    for (int64_t i = 0; set = set_of(i, spread, rows, NR), set.n; i++)
-        product_panel(p, row0 + set.first, set.apart, set.n, (float *)scratch, pack, mul);
+    for (int64_t r = 0; r < rows; r += NR)
+        product_panel(p, row0 + r, (int)(rows - r < NR ? rows - r : NR), (float *)scratch, pack,
+                      mul);
 }
 #define X(NAME, name, id, block, bytes, BITS, GROUP, OFF)                                          \
     static void product_##name(const product *p, int64_t row0, int64_t rows, uint8_t *scratch) {   \
@@ -98,6 +97,23 @@ static void product_quant(const product *p, int64_t row0, int64_t rows, uint8_t 
     }
 QRT_QUANT_FORMATS(X)
 #undef X
+
+// Rows of floats are worked on in sets. With few x rows, a set is one row from each of as many
+// equal parts of the piece: long streams of memory side by side, which the processor's prefetchers
+// follow. Else, and where the parts end, a set's rows are adjacent.
+typedef struct {
+    int64_t first, apart;
+    int n; // 0: there are no more
+} row_set;
+
+INLINE int64_t spread_sets(const product *p, int64_t rows) {
+    return p->n <= QRT_FEW_X ? rows / FSET : 0;
+}
+INLINE row_set set_of(int64_t i, int64_t spread, int64_t rows) {
+    if (i < spread) return (row_set){i, spread, FSET};
+    const int64_t first = i * FSET, left = rows - first;
+    return (row_set){first, 1, (int)(left < 0 ? 0 : left < FSET ? left : FSET)};
+}
 
 // scratch: pointers to the x rows, their sums, widened weights, results, x rows in bfloat16
 INLINE void product_float(const int format, const product *p, int64_t row0, int64_t rows,
@@ -107,9 +123,9 @@ INLINE void product_float(const int format, const product *p, int64_t row0, int6
     float *y = wide + FSET * QRT_WIDE;
     for (int64_t i = 0; i < p->n; i++) x[i] = p->xf + p->x_rows[i] * p->x_ld;
     if (IN_PAIRS(format)) round_rows(x, p->n, p->w->cols, y + p->n * FSET);
-    const int64_t spread = spread_sets(p, rows, FSET);
+    const int64_t spread = spread_sets(p, rows);
     row_set set;
-    for (int64_t i = 0; set = set_of(i, spread, rows, FSET), set.n; i++) {
+    for (int64_t i = 0; set = set_of(i, spread, rows), set.n; i++) {
         const uint8_t *w[FSET];
         for (int j = 0; j < FSET; j++)
             w[j] = p->data + (row0 + set.first + (j < set.n ? j * set.apart : 0)) * p->w->row_bytes;
@@ -148,8 +164,16 @@ static uint8_t *set_starts(product *p, uint8_t *scratch) {
     if (!taken) return scratch;
     const int32_t *sums = group == 32 ? p->x->n32 : p->x->n16;
     const int64_t each = p->w->cols / group;
-    for (int64_t i = 0; i < p->n; i++)
-        for (int64_t g = 0; g < each; g++) *starts++ = -taken * sums[p->x_rows[i] * each + g];
+    for (int64_t i = 0; i < p->n; i++, starts += each) {
+        const int32_t *of = sums + p->x_rows[i] * each;
+        int64_t g = 0;
+        for (; g + QF <= each; g += QF) {
+            wv w;
+            memcpy(&w, of + g, sizeof w);
+            wv_store((uint8_t *)(starts + g), w * (uint32_t)-taken);
+        }
+        for (; g < each; g++) starts[g] = -taken * of[g];
+    }
     return scratch + ((p->n * each * 4 + 63) & ~(int64_t)63);
 }
 
@@ -161,9 +185,13 @@ static void multiply(const qrt_kernels *k, product *p, int64_t row0, int64_t row
 }
 
 // ---------------------------------------------------------------- ops
+// x rows of a piece: of as few pieces as can be, all of about the same length, as a few rows left
+// over would cost the unpacking of all weights.
 static int64_t x_block(const qrt_tensor *w, int64_t n) {
-    const int64_t rows = qrt_x_rows(w->cols, w->format <= QRT_BF16 ? 4 : 1);
-    return n < rows ? n : rows;
+    const bool floats = w->format <= QRT_BF16;
+    const int64_t tile = floats ? FTILE : TILE, most = qrt_x_rows(w->cols, floats ? 4 : 1);
+    const int64_t pieces = (n + most - 1) / most;
+    return pieces <= 1 ? n : ((n + pieces - 1) / pieces + tile - 1) / tile * tile;
 }
 
 // scratch: [identity rows] then the product's own

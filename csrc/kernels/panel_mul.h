@@ -12,8 +12,16 @@
 
 #if defined(QRT_LEVEL_AVX512) || defined(QRT_LEVEL_AVX512BF16)
 #    define TILE 6
+#    define AT_ONCE(group) ((group) == 16 ? 3 : 6)
 typedef __m512i ilane;
 INLINE qf ilane_float(ilane a) { return _mm512_cvtepi32_ps(a); }
+
+// A value stays in a register here, and these instructions in their order.
+#    ifdef QRT_SIMDE
+#        define HOLD(v) ((void)(v))
+#    else
+#        define HOLD(v) __asm__ volatile("" : "+v"(v))
+#    endif
 
 // q: [GROUP / 4][NR][4], group g of the chunk; taken: something is taken off weights
 INLINE void dot_group(const int bits, const int group, const bool taken, const int mr,
@@ -35,7 +43,10 @@ INLINE void dot_group(const int bits, const int group, const bool taken, const i
             memcpy(&four, x[t].q + k + 4 * j, 4);
             __m512i b = _mm512_set1_epi32(four);
 #    pragma GCC unroll 2
-            for (int v = 0; v < NV; v++) out[t][v] = _mm512_dpbusd_epi32(out[t][v], w[v], b);
+            for (int v = 0; v < NV; v++) {
+                out[t][v] = _mm512_dpbusd_epi32(out[t][v], w[v], b);
+                HOLD(out[t][v]);
+            }
         }
     }
 }
@@ -195,6 +206,11 @@ INLINE void dot_group(const int bits, const int group, const bool taken, const i
 }
 #endif
 
+// Of a tile, so many x rows meet a block together: as many as leave registers for their sums.
+#ifndef AT_ONCE
+#    define AT_ONCE(group) TILE
+#endif
+
 // A panel's rows are too many streams, each too short, for the processor to foresee. So while a
 // panel is multiplied, the bytes of the next one (whose rows follow) are fetched in the order in
 // which they lie, a few lines at a time: a burst would fill the queue of outstanding misses. They
@@ -204,51 +220,65 @@ INLINE const uint8_t *fetch_next(const uint8_t *ahead, const uint8_t *end, int l
     return ahead;
 }
 
-// acc: mr rows of NR floats; lines: as many are fetched for each 32 columns
-INLINE void mul_tile(const int bits, const int group, const int off, const int mr, panel *p, int nb,
-                     int lines, const xrow *x, float *acc) {
+// Block b, 32 columns of mr x rows: added to a.
+INLINE void mul_block(const int bits, const int group, const int off, const int mr, const panel *p,
+                      int b, const xrow *x, qf a[][NV]) {
     const int per = 32 / group;
-    const bool taken = TAKEN(bits, off) != 0;
+    qf f[TILE][NV];
+#pragma GCC unroll 2
+    for (int g = 0; g < per; g++) {
+        ilane i[TILE][NV];
+        const int64_t at = b * per + g;
+        dot_group(bits, group, TAKEN(bits, off) != 0, mr, p->q + at * group * NR * PARTS(bits), x,
+                  at, i);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) {
+            qf s = qf_load(p->s + at * NR + v * QF);
+#pragma GCC unroll 8
+            for (int t = 0; t < mr; t++) {
+                qf y = ilane_float(i[t][v]);
+                f[t][v] = g == 0 ? qf_mul(y, s) : qf_fma(y, s, f[t][v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < mr; t++) {
+        qf d = qf_set1(x[t].d[b]);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) a[t][v] = qf_fma(f[t][v], d, a[t][v]);
+    }
+    if (HAS_MINIMA(bits, off)) {
+#pragma GCC unroll 2
+        for (int g = 0; g < per; g++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                qf m = qf_load(p->m + (b * per + g) * NR + v * QF);
+#pragma GCC unroll 8
+                for (int t = 0; t < mr; t++)
+                    a[t][v] = qf_fnma(m, qf_set1(x[t].s[b * per + g]), a[t][v]);
+            }
+    }
+}
+
+// acc: mr rows of NR floats, unset if these columns begin them; lines: as many are fetched for each
+// 32 columns
+INLINE void mul_tile(const int bits, const int group, const int off, const int mr, panel *p, int nb,
+                     int lines, const xrow *x, bool begin, float *acc) {
     qf a[TILE][NV];
 #pragma GCC unroll 8
     for (int t = 0; t < mr; t++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) a[t][v] = qf_load(acc + t * NR + v * QF);
+        for (int v = 0; v < NV; v++) a[t][v] = begin ? qf_zero() : qf_load(acc + t * NR + v * QF);
     const uint8_t *ahead = p->ahead, *const end = p->ahead_end;
     for (int b = 0; b < nb; b++) {
-        qf f[TILE][NV];
         ahead = fetch_next(ahead, end, lines);
+        // Addresses of x rows are read where they are used. They are too many for the registers,
+        // and the compiler keeps some in vectors, where they wait behind the products.
+        __asm__("" : "+m"(*(const xrow(*)[TILE])x));
 #pragma GCC unroll 2
-        for (int g = 0; g < per; g++) {
-            ilane i[TILE][NV];
-            const int64_t at = b * per + g;
-            dot_group(bits, group, taken, mr, p->q + at * group * NR * PARTS(bits), x, at, i);
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) {
-                qf s = qf_load(p->s + at * NR + v * QF);
-#pragma GCC unroll 8
-                for (int t = 0; t < mr; t++) {
-                    qf y = ilane_float(i[t][v]);
-                    f[t][v] = g == 0 ? qf_mul(y, s) : qf_fma(y, s, f[t][v]);
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int t = 0; t < mr; t++) {
-            qf d = qf_set1(x[t].d[b]);
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) a[t][v] = qf_fma(f[t][v], d, a[t][v]);
-        }
-        if (HAS_MINIMA(bits, off)) {
-#pragma GCC unroll 2
-            for (int g = 0; g < per; g++)
-#pragma GCC unroll 4
-                for (int v = 0; v < NV; v++) {
-                    qf m = qf_load(p->m + (b * per + g) * NR + v * QF);
-#pragma GCC unroll 8
-                    for (int t = 0; t < mr; t++)
-                        a[t][v] = qf_fnma(m, qf_set1(x[t].s[b * per + g]), a[t][v]);
-                }
+        for (int t = 0; t < mr; t += AT_ONCE(group)) {
+            const int rows = mr - t < AT_ONCE(group) ? mr - t : AT_ONCE(group);
+            mul_block(bits, group, off, rows, p, b, x + t, a + t);
         }
     }
     p->ahead = ahead;
@@ -258,34 +288,36 @@ INLINE void mul_tile(const int bits, const int group, const int off, const int m
         for (int v = 0; v < NV; v++) qf_store(acc + t * NR + v * QF, a[t][v]);
 }
 
-// All n x rows of a call against one chunk of a panel; xs: rows of x; starts: [n][cols / group];
-// acc: [n][NR].
+// x rows i .. end of a call against one chunk of a panel; xs: rows of x; starts: [n][cols / group];
+// acc: [n][NR], unset at the first chunk.
 INLINE void mul_panel(const int bits, const int group, const int off, panel *p, int nb,
-                      const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t n,
-                      int64_t first_block, float *acc) {
-    const int64_t blocks = x->cols / 32, per = 32 / group, times = (n + TILE - 1) / TILE * nb;
+                      const qrt_quant *x, const int32_t *xs, const int32_t *starts, int64_t i,
+                      int64_t end, int64_t first_block, float *acc) {
+    const int64_t blocks = x->cols / 32, per = 32 / group, times = (end - i + TILE - 1) / TILE * nb;
     const int lines = (int)(((p->ahead_end - p->ahead) / 64 + times) / times);
     const float *sums = group == 32 ? x->s32 : x->s16;
-    for (int64_t t = 0; t < n; t += TILE) {
+    for (; i < end; i += TILE) {
         xrow r[TILE];
-        const int m = (int)(n - t < TILE ? n - t : TILE);
-        for (int i = 0; i < m; i++) {
-            const int64_t row = xs[t + i];
-            r[i] =
+        const int m = (int)(end - i < TILE ? end - i : TILE);
+        for (int t = 0; t < m; t++) {
+            int64_t row = xs[i + t];
+            __asm__("" : "+r"(row)); // in vectors these addresses would wait behind the products
+            r[t] =
                 (xrow){x->q + row * x->cols + first_block * 32, x->d + row * blocks + first_block,
                        sums + (row * blocks + first_block) * per,
-                       starts + ((t + i) * blocks + first_block) * per};
+                       starts + ((i + t) * blocks + first_block) * per};
         }
-        float *to = acc + t * NR;
-        if (m == TILE) mul_tile(bits, group, off, TILE, p, nb, lines, r, to);
+        float *to = acc + i * NR;
+        const bool begin = first_block == 0;
+        if (m == TILE) mul_tile(bits, group, off, TILE, p, nb, lines, r, begin, to);
 #if TILE > 1
-        else if (m == 1) mul_tile(bits, group, off, 1, p, nb, lines, r, to);
-        else if (m == 2) mul_tile(bits, group, off, 2, p, nb, lines, r, to);
-        else if (m == 3) mul_tile(bits, group, off, 3, p, nb, lines, r, to);
+        else if (m == 1) mul_tile(bits, group, off, 1, p, nb, lines, r, begin, to);
+        else if (m == 2) mul_tile(bits, group, off, 2, p, nb, lines, r, begin, to);
+        else if (m == 3) mul_tile(bits, group, off, 3, p, nb, lines, r, begin, to);
 #endif
 #if TILE > 4
-        else if (m == 4) mul_tile(bits, group, off, 4, p, nb, lines, r, to);
-        else mul_tile(bits, group, off, 5, p, nb, lines, r, to);
+        else if (m == 4) mul_tile(bits, group, off, 4, p, nb, lines, r, begin, to);
+        else mul_tile(bits, group, off, 5, p, nb, lines, r, begin, to);
 #endif
     }
 }

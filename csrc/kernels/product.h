@@ -38,14 +38,17 @@ typedef struct qrt_product {
 
 INLINE void store_row(const product *p, int64_t i, int64_t row, const float *y, int64_t n) {
     const int64_t at = p->out_rows[i] * p->ld + row;
-    float *out = p->out + at;
-    if (p->w->scale) {
-        for (int64_t r = 0; r < n; r++) out[r] = y[r] * p->scale;
-    } else {
-        for (int64_t r = 0; r < n; r++) out[r] = y[r];
+    const float scale = p->w->scale ? p->scale : 1;
+    int64_t r = 0;
+    for (; r + QF <= n; r += QF) {
+        qf v = qf_mul(qf_load(y + r), qf_set1(scale));
+        if (p->residual) v = qf_add(v, qf_load(p->residual + at + r));
+        qf_store(p->out + at + r, v);
     }
-    if (p->residual)
-        for (int64_t r = 0; r < n; r++) out[r] += p->residual[at + r];
+    for (; r < n; r++) {
+        const float v = y[r] * scale;
+        p->out[at + r] = p->residual ? v + p->residual[at + r] : v;
+    }
 }
 
 // The same for n rows, `apart` rows from each other.
