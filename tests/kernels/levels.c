@@ -7,7 +7,8 @@
 #include <stdarg.h>
 
 #define FILES(X, l)                                                                                \
-    X(dequantize, l) X(linear, l) X(norms, l) X(rows, l) X(attention, l) X(delta_net, l)
+    X(dequantize, l)                                                                               \
+    X(direct, l) X(linear, l) X(norms, l) X(rows, l) X(attention, l) X(delta_net, l)
 #define PASTE(file, l) qrt_fill_##file##_##l
 #define DECLARE(file, l) void PASTE(file, l)(qrt_kernels *);
 #define FILL_BASE(file, l) PASTE(file, l)(&base);
@@ -18,9 +19,6 @@
 #endif
 FILES(DECLARE, scalar)
 EXPAND(DECLARE, LEVEL)
-#ifdef BELOW // a level whose kernels stay where LEVEL has none
-EXPAND(DECLARE, BELOW)
-#endif
 #ifdef ABOVE // a level that differs from LEVEL in its products alone
 #    define LINEAR_OF(l) PASTE(linear, l)
 void LINEAR_OF(ABOVE)(qrt_kernels *);
@@ -188,9 +186,6 @@ void check_quant(const qrt_quant *quant, const float *x, int64_t rows) {
 int main(int argc, char **argv) { // argument: rows, state or linear alone
     const char *only = argc > 1 ? argv[1] : NULL;
     FILES(FILL_BASE, scalar)
-#ifdef BELOW
-    EXPAND(FILL_LEVEL, BELOW)
-#endif
     EXPAND(FILL_LEVEL, LEVEL)
 #ifdef ABOVE
     LINEAR_OF(ABOVE)(&level);

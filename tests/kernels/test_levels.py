@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "kernels"
 PARTS = ("rows", "state", "linear")  # of the driver, which can be run alone
 SHARED = (ROOT / "csrc" / "threadpool.c", *(HERE / f"levels_{part}.c" for part in PARTS))  # the same for all levels
-KERNELS = ("linear", "attention", "dequantize", "norms", "rows", "delta_net")  # the longest to compile first
+KERNELS = ("linear", "direct", "attention", "dequantize", "norms", "rows", "delta_net")  # the longest to compile first
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 NATIVE = {"scalar": (), "avx2": AVX2, "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
@@ -87,15 +87,12 @@ class Compiler:
             define.append(f"-DABOVE={products}")
         if "avx512bf16" in (level, products):
             define.append("-DROUNDS_X")
-        if level.startswith("avx512"):  # which uses the products of few rows of AVX2
-            levels["avx2"] = AVX2
-            define.append("-DBELOW=avx2")
         objects = [*self.objects(levels), *kernels]
         strict = ("-Wall", "-Wextra", "-Werror")
         sources: dict[Path, Sequence[str | Path]]
         sources = {self.folder / f"{path.stem}.o": (*strict, path) for path in SHARED}
-        sources[self.folder / f"levels-{products or level}.o"] = (*strict, *define, HERE / "levels.c")
-        program = self.folder / f"levels-{products or level}"
+        program = self.folder / "-".join(["levels", level, *([products] if products else [])])
+        sources[program.with_suffix(".o")] = (*strict, *define, HERE / "levels.c")
         self.run(*self._compile(sources), *objects, "-o", program, "-lm", "-lpthread")
         return program
 
