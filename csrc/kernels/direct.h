@@ -91,6 +91,30 @@ INLINE __m256i from_start(__m256i sums, int32_t start) {
 }
 INLINE qf take_minimum(qf acc, qf m, float sum) { return qf_fnma(m, qf_set1(sum), acc); }
 
+// Nibbles are multiplied in int16, or in int32 where an instruction adds up four products: there
+// the high ones need no shift, as 16 times their sums are whole numbers too.
+#ifdef QRT_HALF_VECTORS
+#    define HIGH_TIMES 16
+INLINE __m256i high_times(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8((char)0xf0)); }
+INLINE __m256i add_products(const bool first, __m256i sums, __m256i w, __m256i x) {
+    return _mm256_dpbusd_epi32(first ? _mm256_setzero_si256() : sums, w, x);
+}
+INLINE __m256i join_products(const __m256i v[4]) { return join_32(v); }
+INLINE __m256i whole(__m256i sums) { return sums; }
+#else
+#    define HIGH_TIMES 1
+INLINE __m256i high_times(__m256i a) { return high_four(a); }
+INLINE __m256i add_products(const bool first, __m256i sums, __m256i w, __m256i x) {
+    const __m256i p = _mm256_maddubs_epi16(w, x);
+    return first ? p : _mm256_add_epi16(sums, p);
+}
+INLINE __m256i join_products(const __m256i v[4]) { // pairs, to be added
+    const __m256i a = JOIN(16, v, 0), b = JOIN(16, v, 2);
+    return JOIN_QUARTERS(16, a, b);
+}
+INLINE __m256i whole(__m256i sums) { return pair_sums(sums); }
+#endif
+
 // Scales of eight blocks of Q4_0 in each row: h[block][row].
 INLINE void scales_of_18(const places *r, uint16_t h[8][QF]) {
     __m256i rows[8], p[4];
@@ -136,11 +160,11 @@ INLINE qf direct_q4_0(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
 #pragma GCC unroll 4
             for (int p = 0; p < 4; p++) {
                 const __m256i w = row_pair(&r, 2, p);
-                v[p] = _mm256_add_epi16(_mm256_maddubs_epi16(low_four(w), xl),
-                                        _mm256_maddubs_epi16(high_four(w), xh));
+                v[p] = add_products(true, w, low_four(w), xl);
+                v[p] = add_products(false, v[p], high_four(w), xh);
                 HOLD(v[p]);
             }
-            const __m256i sums = from_start(join_4_bits(v), x.starts[b]);
+            const __m256i sums = from_start(whole(join_products(v)), x.starts[b]);
             acc = qf_fma(qf_mul(_mm256_cvtepi32_ps(sums), qf_from_f16(h[b])), qf_set1(x.d[b]), acc);
             r.a += 18, r.b += 18;
         }
@@ -185,16 +209,18 @@ INLINE __m256i byte_of(__m256i words, const int at) {
     return _mm256_and_si256(_mm256_srli_epi32(words, 8 * at), _mm256_set1_epi32(255));
 }
 
-// Of a block of Q4_K or Q5_K in each row: integer scales, four to a word; d; minima.
+// Of a block of Q4_K or Q5_K in each row: integer scales, four to a word; d, and d / HIGH_TIMES;
+// minima.
 typedef struct {
     __m256i scales[2];
-    qf d, m[8];
+    qf d, d_high, m[8];
 } scales_k;
 INLINE void scales_of_k(const uint8_t *src, int64_t stride, scales_k *to) {
     wv h[4];
     qf dmin;
     wv_rows(src, stride, h);
     qf_of_pairs(h[0], &to->d, &dmin);
+    to->d_high = qf_mul(to->d, qf_set1(1.0f / HIGH_TIMES));
     to->scales[0] = (__m256i)(h[1] & 0x3f3f3f3fu);
     to->scales[1] = (__m256i)(low_nibbles(h[3]) | (h[1] >> 2 & 0x30303030u));
     const wv mn[2] = {h[2] & 0x3f3f3f3fu, high_nibbles(h[3]) | (h[2] >> 2 & 0x30303030u)};
@@ -203,8 +229,17 @@ INLINE void scales_of_k(const uint8_t *src, int64_t stride, scales_k *to) {
         to->m[b] = qf_mul(dmin, _mm256_cvtepi32_ps(byte_of((__m256i)mn[b / 4], b % 4)));
 }
 
-// Columns 64 i to 64 i + 63 of Q4_K, 32 bytes of qs: sums of the low and of the high nibbles, as
-// pairs of int16.
+// What join_products gives times byte `at` of the words of eight rows.
+INLINE __m256i times_byte(__m256i sums, __m256i words, const int at) {
+#ifdef QRT_HALF_VECTORS
+    return _mm256_mullo_epi32(sums, byte_of(words, at));
+#else
+    return _mm256_madd_epi16(sums, byte_twice(words, at));
+#endif
+}
+
+// Columns 64 i to 64 i + 63 of Q4_K, 32 bytes of qs: sums of the low nibbles, and of the high ones
+// HIGH_TIMES.
 INLINE void direct_64_of_4(places *r, const int i, const int8_t *x, __m256i sums[2]) {
     __m256i low[4], high[4];
     fetch_two(r, i, 144);
@@ -216,25 +251,21 @@ INLINE void direct_64_of_4(places *r, const int i, const int8_t *x, __m256i sums
 #pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
             const __m256i w = row_pair(r, 16 + 32 * i + 16 * half, p);
-            __m256i a = low_four(w), b = high_four(w);
-            a = _mm256_maddubs_epi16(a, xl), b = _mm256_maddubs_epi16(b, xh);
-            low[p] = half ? _mm256_add_epi16(low[p], a) : a;
-            high[p] = half ? _mm256_add_epi16(high[p], b) : b;
+            low[p] = add_products(!half, low[p], low_four(w), xl);
+            high[p] = add_products(!half, high[p], high_times(w), xh);
             HOLD(low[p]);
             HOLD(high[p]);
         }
     }
-    const __m256i a = JOIN(16, low, 0), b = JOIN(16, low, 2);
-    sums[0] = JOIN_QUARTERS(16, a, b);
-    const __m256i c = JOIN(16, high, 0), d = JOIN(16, high, 2);
-    sums[1] = JOIN_QUARTERS(16, c, d);
+    sums[0] = join_products(low);
+    sums[1] = join_products(high);
 }
-// d * scale * sum as (scale * sum) * d: scale * sum is an integer below 2^24, so either way only
-// the result is rounded.
+// d * scale * sum as (scale * sum) * d: scale * sum is an integer below 2^24, 16 times it has no
+// more digits, so either way only the result is rounded.
 INLINE qf add_4_bits(const __m256i sums, const scales_k *k, const int b, const float *d,
                      const float *s, qf acc) {
-    const __m256i scaled = _mm256_madd_epi16(sums, byte_twice(k->scales[b / 4], b % 4));
-    acc = qf_fma(qf_mul(_mm256_cvtepi32_ps(scaled), k->d), qf_set1(d[b]), acc);
+    const qf scaled = _mm256_cvtepi32_ps(times_byte(sums, k->scales[b / 4], b % 4));
+    acc = qf_fma(qf_mul(scaled, b % 2 ? k->d_high : k->d), qf_set1(d[b]), acc);
     acc = take_minimum(acc, k->m[b], s[b]);
     HOLD(acc);
     return acc;
