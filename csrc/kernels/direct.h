@@ -65,9 +65,9 @@ INLINE __m256i pair_sums(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_ep
 // v[p]: numbers of row p in the lower half, of row p + 4 in the upper one, as int16 or int32. The
 // sums of the eight rows in their order, as int32. A name says how many bits weights may have:
 // eight pairs of 4-bit products fit int16, four of 5-bit ones, two of 6-bit ones.
-#define JOIN(bits, v, i)                                                                           \
-    _mm256_add_epi##bits(_mm256_unpacklo_epi32(v[i], v[i + 1]),                                    \
-                         _mm256_unpackhi_epi32(v[i], v[i + 1]))
+#define JOINED(bits, a, b)                                                                         \
+    _mm256_add_epi##bits(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b))
+#define JOIN(bits, v, i) JOINED(bits, v[i], v[i + 1])
 #define JOIN_QUARTERS(bits, a, b)                                                                  \
     _mm256_add_epi##bits(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
 INLINE __m256i join_4_bits(const __m256i v[4]) {
@@ -100,7 +100,11 @@ INLINE __m256i add_products(const bool first, __m256i sums, __m256i w, __m256i x
     return _mm256_dpbusd_epi32(first ? _mm256_setzero_si256() : sums, w, x);
 }
 INLINE __m256i join_products(const __m256i v[4]) { return join_32(v); }
+INLINE __m256i join_products_6(const __m256i v[4]) { return join_32(v); }
 INLINE __m256i whole(__m256i sums) { return sums; }
+INLINE __m256i with_upper(__m256i low, __m256i upper) { // (low & 15) | upper
+    return _mm256_ternarylogic_epi32(low, _mm256_set1_epi8(15), upper, 0xea);
+}
 #else
 #    define HIGH_TIMES 1
 INLINE __m256i high_times(__m256i a) { return high_four(a); }
@@ -112,7 +116,11 @@ INLINE __m256i join_products(const __m256i v[4]) { // pairs, to be added
     const __m256i a = JOIN(16, v, 0), b = JOIN(16, v, 2);
     return JOIN_QUARTERS(16, a, b);
 }
+INLINE __m256i join_products_6(const __m256i v[4]) { return join_6_bits(v); }
 INLINE __m256i whole(__m256i sums) { return pair_sums(sums); }
+INLINE __m256i with_upper(__m256i low, __m256i upper) {
+    return _mm256_or_si256(low_four(low), upper);
+}
 #endif
 
 // Scales of eight blocks of Q4_0 in each row: h[block][row].
@@ -308,17 +316,16 @@ INLINE void direct_64_of_5(places *r, const int i, const int8_t *x, __m256i sums
                 i < 2 ? _mm256_slli_epi16(h, 4 - 2 * i) : _mm256_srli_epi16(h, 2 * i - 4);
             const __m256i hb =
                 i < 2 ? _mm256_slli_epi16(h, 3 - 2 * i) : _mm256_srli_epi16(h, 2 * i - 3);
-            __m256i a = _mm256_or_si256(low_four(w), _mm256_and_si256(ha, bit));
-            __m256i b = _mm256_or_si256(high_four(w), _mm256_and_si256(hb, bit));
-            a = _mm256_maddubs_epi16(a, xl), b = _mm256_maddubs_epi16(b, xh);
-            low[p] = half ? _mm256_add_epi16(low[p], a) : a;
-            high[p] = half ? _mm256_add_epi16(high[p], b) : b;
+            const __m256i a = with_upper(w, _mm256_and_si256(ha, bit)),
+                          b = with_upper(_mm256_srli_epi16(w, 4), _mm256_and_si256(hb, bit));
+            low[p] = add_products(!half, low[p], a, xl);
+            high[p] = add_products(!half, high[p], b, xh);
             HOLD(low[p]);
             HOLD(high[p]);
         }
     }
-    sums[0] = join_6_bits(low);
-    sums[1] = join_6_bits(high);
+    sums[0] = join_products_6(low);
+    sums[1] = join_products_6(high);
 }
 
 // Not one function with direct_q4_k, which is then some percent slower.
@@ -348,39 +355,69 @@ INLINE qf direct_q5_k(const uint8_t *src, int64_t stride, int64_t blocks, xrow x
 }
 
 // Half a block of Q6_K in four rows, from l (in ql) and h (in qh) on. o[k]: sums of quarter k as
-// int32, of its first 16 columns below and of the others above, in the order of the rows. In
-// assembly, as at any other order the compiler spills: 15 of 16 registers. A row: a and b get 64
+// int32, of its first 16 columns below and of the others above, in the order of the rows.
+#ifdef QRT_HALF_VECTORS
+INLINE __m256i six_bits(__m256i low, __m256i upper) {
+    return with_upper(low, _mm256_and_si256(upper, _mm256_set1_epi8(0x30)));
+}
+INLINE void four_rows_6_bits(const uint8_t *l, const uint8_t *h, int64_t one, int64_t three,
+                             const int8_t *x, __m256i o[4]) {
+    __m256i w[4];
+#    pragma GCC unroll 4
+    for (int row = 0; row < 4; row++) {
+        const int64_t at = row == 3 ? three : row * one;
+        const __m256i a = _mm256_loadu_si256((const __m256i *)(l + at)),
+                      b = _mm256_loadu_si256((const __m256i *)(l + at + 32)),
+                      c = _mm256_loadu_si256((const __m256i *)(h + at));
+        const __m256i q[4] = {six_bits(a, _mm256_slli_epi16(c, 4)),
+                              six_bits(b, _mm256_slli_epi16(c, 2)),
+                              six_bits(_mm256_srli_epi16(a, 4), c),
+                              six_bits(_mm256_srli_epi16(b, 4), _mm256_srli_epi16(c, 2))};
+#    pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            const __m256i xk = _mm256_loadu_si256((const __m256i *)(x + 32 * k));
+            const __m256i y = _mm256_dpbusd_epi32(_mm256_setzero_si256(), q[k], xk);
+            if (row == 0) o[k] = y;
+            if (row == 1) o[k] = JOINED(32, o[k], y);
+            if (row == 2) w[k] = y;
+            if (row == 3) w[k] = JOINED(32, w[k], y), o[k] = JOIN_QUARTERS(32, o[k], w[k]);
+            HOLD(o[k]);
+        }
+    }
+}
+#else
+// In assembly, as at any other order the compiler spills: 15 of 16 registers. A row: a and b get 64
 // bytes of ql, c 32 bytes of qh, u the weights of one quarter after another, which TIMES(k) takes.
-#define SIX_LOW(SHIFT, L, K, TIMES)                                                                \
-    "vpsllw $" #SHIFT ", %[c], %[t]\n\t"                                                           \
-    "vpand %[nibble], %[" #L "], %[u]\n\t"                                                         \
-    "vpand %[upper], %[t], %[t]\n\t"                                                               \
-    "vpor %[t], %[u], %[u]\n\t" TIMES(K)
-#define SIX_HIGH(L, K, TIMES)                                                                      \
-    "vpsrlw $4, %[" #L "], %[" #L "]\n\t"                                                          \
-    "vpand %[upper], %[c], %[u]\n\t"                                                               \
-    "vpand %[nibble], %[" #L "], %[" #L "]\n\t"                                                    \
-    "vpor %[" #L "], %[u], %[u]\n\t" TIMES(K)
-#define SIX_ROW(AT, TIMES)                                                                         \
-    "vmovdqu (%[l]" AT "), %[a]\n\t"                                                               \
-    "vmovdqu 32(%[l]" AT "), %[b]\n\t"                                                             \
-    "vmovdqu (%[h]" AT "), %[c]\n\t" SIX_LOW(4, a, 0, TIMES) SIX_LOW(2, b, 1, TIMES)               \
-        SIX_HIGH(a, 2, TIMES) "vpsrlw $2, %[c], %[c]\n\t" SIX_HIGH(b, 3, TIMES)
-#define SIX_FIRST(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[o" #K "]\n\t"
-#define SIX_THIRD(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[w" #K "]\n\t"
+#    define SIX_LOW(SHIFT, L, K, TIMES)                                                            \
+        "vpsllw $" #SHIFT ", %[c], %[t]\n\t"                                                       \
+        "vpand %[nibble], %[" #L "], %[u]\n\t"                                                     \
+        "vpand %[upper], %[t], %[t]\n\t"                                                           \
+        "vpor %[t], %[u], %[u]\n\t" TIMES(K)
+#    define SIX_HIGH(L, K, TIMES)                                                                  \
+        "vpsrlw $4, %[" #L "], %[" #L "]\n\t"                                                      \
+        "vpand %[upper], %[c], %[u]\n\t"                                                           \
+        "vpand %[nibble], %[" #L "], %[" #L "]\n\t"                                                \
+        "vpor %[" #L "], %[u], %[u]\n\t" TIMES(K)
+#    define SIX_ROW(AT, TIMES)                                                                     \
+        "vmovdqu (%[l]" AT "), %[a]\n\t"                                                           \
+        "vmovdqu 32(%[l]" AT "), %[b]\n\t"                                                         \
+        "vmovdqu (%[h]" AT "), %[c]\n\t" SIX_LOW(4, a, 0, TIMES) SIX_LOW(2, b, 1, TIMES)           \
+            SIX_HIGH(a, 2, TIMES) "vpsrlw $2, %[c], %[c]\n\t" SIX_HIGH(b, 3, TIMES)
+#    define SIX_FIRST(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[o" #K "]\n\t"
+#    define SIX_THIRD(K) "vpmaddubsw 32*" #K "(%[x]), %[u], %[w" #K "]\n\t"
 // Joined with the row before.
-#define SIX_JOIN(V, K)                                                                             \
-    "vpmaddubsw 32*" #K "(%[x]), %[u], %[u]\n\t"                                                   \
-    "vpunpckldq %[u], %[" #V #K "], %[t]\n\t"                                                      \
-    "vpunpckhdq %[u], %[" #V #K "], %[u]\n\t"                                                      \
-    "vpaddw %[t], %[u], %[u]\n\t"                                                                  \
-    "vpmaddwd %[ones], %[u], %[" #V #K "]\n\t"
-#define SIX_SECOND(K) SIX_JOIN(o, K)
-#define SIX_FOURTH(K)                                                                              \
-    SIX_JOIN(w, K)                                                                                 \
-    "vpunpcklqdq %[w" #K "], %[o" #K "], %[t]\n\t"                                                 \
-    "vpunpckhqdq %[w" #K "], %[o" #K "], %[u]\n\t"                                                 \
-    "vpaddd %[t], %[u], %[o" #K "]\n\t"
+#    define SIX_JOIN(V, K)                                                                         \
+        "vpmaddubsw 32*" #K "(%[x]), %[u], %[u]\n\t"                                               \
+        "vpunpckldq %[u], %[" #V #K "], %[t]\n\t"                                                  \
+        "vpunpckhdq %[u], %[" #V #K "], %[u]\n\t"                                                  \
+        "vpaddw %[t], %[u], %[u]\n\t"                                                              \
+        "vpmaddwd %[ones], %[u], %[" #V #K "]\n\t"
+#    define SIX_SECOND(K) SIX_JOIN(o, K)
+#    define SIX_FOURTH(K)                                                                          \
+        SIX_JOIN(w, K)                                                                             \
+        "vpunpcklqdq %[w" #K "], %[o" #K "], %[t]\n\t"                                             \
+        "vpunpckhqdq %[w" #K "], %[o" #K "], %[u]\n\t"                                             \
+        "vpaddd %[t], %[u], %[o" #K "]\n\t"
 INLINE void four_rows_6_bits(const uint8_t *l, const uint8_t *h, int64_t one, int64_t three,
                              const int8_t *x, __m256i o[4]) {
     const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30),
@@ -395,6 +432,7 @@ INLINE void four_rows_6_bits(const uint8_t *l, const uint8_t *h, int64_t one, in
               [nibble] "x"(nibble), [upper] "x"(upper), [ones] "m"(ones),
               "m"(*(const int8_t (*)[128])x));
 }
+#endif
 
 // Scales of a block of Q6_K: [group][row].
 INLINE void scales_by_group(const places *r, int8_t to[16][QF]) {

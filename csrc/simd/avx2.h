@@ -1,7 +1,11 @@
 // Float32 primitives for AVX2 + FMA + F16C.
 #ifndef QRT_SIMD_H
 #define QRT_SIMD_H
-#include <immintrin.h>
+#if defined(QRT_HALF_VECTORS) && defined(QRT_SIMDE) // as in avx512.h
+#    include "simde.h"
+#else
+#    include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
