@@ -37,9 +37,8 @@ INLINE const uint8_t *place(const places *r, int row) {
 // so the lines of each row are fetched some time before. A kernel does this between other work, a
 // row or two at a time; all at once they would fill the queue of outstanding misses.
 INLINE void fetch_lines(const uint8_t *row, const int bytes) {
-    enum { AHEAD = 256 };
 #pragma GCC unroll 8
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + AHEAD + at, 0, 3);
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + STREAM_AHEAD + at, 0, 3);
 }
 INLINE void fetch_two(places *r, const int step, const int bytes) {
     forget_sums(r);

@@ -5,7 +5,7 @@
 // nothing to widen.
 #ifndef QRT_FLOAT_MUL_H
 #define QRT_FLOAT_MUL_H
-#include "kernels.h"
+#include "product.h"
 #include "scratch.h"
 
 #define FROWS                                                                                      \
@@ -113,7 +113,7 @@ INLINE void dot_tile(const int format, const int mr, const uint8_t *const *w, in
 // be streams of their own: the lines of all of them are fetched some time before they are needed.
 INLINE void dot_rows(const int format, const uint8_t *const *w, const void *x, int64_t n,
                      float *sums) {
-    enum { AHEAD = 384, LINE = 64 };
+    enum { LINE = 64 };
     const int64_t each = LINE / (format == QRT_F32 ? 4 : 2); // columns of a line
     qf a[FSET];
 #pragma GCC unroll 8
@@ -121,7 +121,8 @@ INLINE void dot_rows(const int format, const uint8_t *const *w, const void *x, i
     for (int64_t k0 = 0; k0 < n; k0 += each) {
         const int64_t end = n - k0 < each ? n : k0 + each;
 #pragma GCC unroll 8
-        for (int r = 0; r < FSET; r++) __builtin_prefetch(w[r] + k0 * LINE / each + AHEAD, 0, 3);
+        for (int r = 0; r < FSET; r++)
+            __builtin_prefetch(w[r] + k0 * LINE / each + STREAM_AHEAD, 0, 3);
         for (int64_t k = k0; k < end; k += vector_columns(format)) {
             const qf xv = load_x(format, x, k);
 #pragma GCC unroll 8

@@ -254,8 +254,10 @@ static void op_moe_linear(const qrt_op *op, const qrt_ctx *c) {
         const int64_t rows_each = piece_rows(w->rows, entries / experts, c->threads);
         const int64_t row_pieces = (w->rows + rows_each - 1) / rows_each;
         for (int64_t e = 0, lo = 0; e < experts; e++) { // start[e] is the end of e's entries by now
-            const int64_t hi = start[e], step = x_block(w, hi - lo);
-            const int64_t pieces = step ? row_pieces * ((hi - lo + step - 1) / step) : 0;
+            const int64_t hi = start[e];
+            if (hi == lo) continue;
+            const int64_t step = x_block(w, hi - lo);
+            const int64_t pieces = row_pieces * ((hi - lo + step - 1) / step);
             for (; piece < first + pieces; piece = qrt_take(c)) {
                 const int64_t x0 = lo + (piece - first) / row_pieces * step;
                 const int64_t r0 = (piece - first) % row_pieces * rows_each;

@@ -19,6 +19,9 @@ enum {
 #undef X
 };
 
+// Where weights are read in streams, so many bytes of each are fetched before they are needed.
+#define STREAM_AHEAD 256
+
 // One matrix against chosen x rows: out row out_rows[i] (of `ld` floats) gets w[row0 .. row0 +
 // rows) . x row x_rows[i].
 typedef struct qrt_product {
