@@ -265,7 +265,8 @@ def test_b83_prompts_around_the_context(tiny_dense: Path, capsys: pytest.Capture
 
 def test_b88_a_level_that_the_machine_lacks(tiny_dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = sorted(set(native().isa_names()) - set(native().isa_levels()))
-    assert lacks, "no machine has both neon and avx2"
+    if not lacks:
+        pytest.skip("this machine has every level of the build")
     done = command("run", "-m", tiny_dense, "--isa", lacks[0], "hi")
     assert done.returncode == 1
     assert lacks[0] in done.stderr
