@@ -6,15 +6,27 @@
 #include "kernels.h"
 #include "scratch.h"
 
-#define GROUP 4 // state rows of one pass
-#define AHEAD 2 // so many tokens before it is its turn, a token's rows are fetched
+// State rows of one pass: as many as the registers hold two sums of each for.
+#if QF == 16
+#    define GROUP 4
+#else
+#    define GROUP 4
+#endif
 
-// What a pass needs of a token.
+#define AHEAD 2 // so many tokens before it is its turn, a token's output is fetched
+
+// What a pass needs of a token. Rows of a step are far apart, at distances that lie on the same
+// lines of a cache: a head's numbers of some tokens are copied to where they are adjacent, with
+// zeros behind them up to a multiple of QF.
 typedef struct {
     const float *k, *q, *v;
     float decay, beta, kq;
     float *out;
 } token;
+
+INLINE void sums(float *out, const qf *a) {
+    for (int r = 0; r < GROUP; r += 4) qf_hsum4(out + r, a[r], a[r + 1], a[r + 2], a[r + 3]);
+}
 
 // sk, sq: [GROUP] products of the state's rows with k and q
 INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, float *sk,
@@ -29,8 +41,8 @@ INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, fl
             b[r] = qf_fma(x, q, b[r]);
         }
     }
-    qf_hsum4(sk, a[0], a[1], a[2], a[3]);
-    qf_hsum4(sq, b[0], b[1], b[2], b[3]);
+    sums(sk, a);
+    sums(sq, b);
 }
 
 // The state after token t, which has corrections u, and its products with the next token (NULL:
@@ -52,103 +64,93 @@ INLINE void write_group(float *s, int64_t ld, int64_t d, const token *t, const f
         }
     }
     if (!next) return;
-    qf_hsum4(sk, a[0], a[1], a[2], a[3]);
-    qf_hsum4(sq, b[0], b[1], b[2], b[3]);
+    sums(sk, a);
+    sums(sq, b);
 }
 
-// Where the walk of one (sequence, head, rows of the state) reads and writes.
-typedef struct {
-    const qrt_op *op;
-    int64_t row, n; // rows of the step
-    int64_t head, value, values;
-    float *state; // [values][d], adjacent
-    int64_t d;
-    float *scratch;
-} walk;
-
-// Token t of a walk. pad: k and q are copied there, with zeros behind them up to ld.
-INLINE token token_at(const walk *w, int64_t t, float *pad, int64_t ld) {
-    const qrt_view *q = &w->op->in[0], *k = &w->op->in[1], *v = &w->op->in[2];
-    int64_t r = w->row + t, key_head = w->head % k->heads;
-    const float *gates = w->op->in[3].ptr + r * w->op->in[3].ld + w->head;
-    token x = {.k = k->ptr + r * k->ld + key_head * k->stride,
-               .q = q->ptr + r * q->ld + key_head * q->stride,
-               .v = v->ptr + r * v->ld + w->head * v->stride + w->value,
-               .beta = gates[v->heads],
-               .out = w->op->out.ptr + r * w->op->out.ld + w->head * v->dim + w->value};
-    if (pad) {
-        memcpy(pad, x.k, (size_t)w->d * sizeof(float));
-        memcpy(pad + ld, x.q, (size_t)w->d * sizeof(float));
-        x.k = pad, x.q = pad + ld;
+// Tokens of one head, prepared: n <= QRT_DELTA_TOKENS rows of the step from `row`. copies: room for
+// k, q and v of each.
+INLINE void prepare(const qrt_op *op, int64_t row, int64_t n, int64_t head, float *copies,
+                    token *tokens) {
+    const qrt_view *q = &op->in[0], *k = &op->in[1], *v = &op->in[2];
+    const int64_t d = v->dim, ld = qrt_padded(d), key_head = head % k->heads;
+    const size_t bytes = (size_t)d * sizeof(float);
+    for (int64_t t = 0; t < n; t++, copies += 3 * ld) {
+        const int64_t r = row + t;
+        const float *gates = op->in[3].ptr + r * op->in[3].ld + head;
+        memcpy(copies, k->ptr + r * k->ld + key_head * k->stride, bytes);
+        memcpy(copies + ld, q->ptr + r * q->ld + key_head * q->stride, bytes);
+        memcpy(copies + 2 * ld, v->ptr + r * v->ld + head * v->stride, bytes);
+        for (int64_t i = d; i < ld; i++) copies[i] = copies[ld + i] = copies[2 * ld + i] = 0;
+        qf sum = qf_zero();
+        for (int64_t i = 0; i < ld; i += QF)
+            sum = qf_fma(qf_load(copies + i), qf_load(copies + ld + i), sum);
+        float e[QF];
+        qf_store(e, qf_exp(qf_set1(gates[0])));
+        tokens[t] = (token){.k = copies,
+                            .q = copies + ld,
+                            .v = copies + 2 * ld,
+                            .decay = e[0],
+                            .beta = gates[v->heads],
+                            .kq = qf_hsum(sum),
+                            .out = op->out.ptr + r * op->out.ld + head * d};
     }
-    float e[QF];
-    qf_store(e, qf_exp(qf_set1(gates[0])));
-    x.decay = e[0];
-    qf sum = qf_zero();
-    for (int64_t i = 0; i < ld; i += QF) sum = qf_fma(qf_load(x.k + i), qf_load(x.q + i), sum);
-    x.kq = qf_hsum(sum);
-    return x;
 }
 
-// Rows of q, k and v are far apart, in places that the processor does not foresee: they are fetched
-// while the token before is worked on.
-INLINE void fetch_token(const walk *w, int64_t t) {
-    enum { LINE = 16 }; // floats
-    const qrt_view *q = &w->op->in[0], *k = &w->op->in[1], *v = &w->op->in[2];
-    const int64_t r = w->row + t, key_head = w->head % k->heads;
-    const float *kp = k->ptr + r * k->ld + key_head * k->stride,
-                *qp = q->ptr + r * q->ld + key_head * q->stride;
-    for (int64_t i = 0; i < w->d; i += LINE) {
-        __builtin_prefetch(kp + i, 0, 3);
-        __builtin_prefetch(qp + i, 0, 3);
-    }
-    const float *vp = v->ptr + r * v->ld + w->head * v->stride + w->value;
-    for (int64_t i = 0; i < w->values; i += LINE) __builtin_prefetch(vp + i, 0, 3);
-}
-
-// u and the output of a group's n values, from the products with the state before the token
-INLINE void correct(const token *t, int64_t at, int64_t n, const float *sk, const float *sq,
+// u and the output of `values` values from `at`, from the products with the state before the token
+INLINE void correct(const token *t, int64_t at, int64_t values, const float *sk, const float *sq,
                     float *u) {
-    for (int64_t r = 0; r < n; r++) {
-        u[r] = t->beta * (t->v[at + r] - t->decay * sk[r]);
-        t->out[at + r] = t->decay * sq[r] + u[r] * t->kq;
+    const qf decay = qf_set1(t->decay), beta = qf_set1(t->beta), kq = qf_set1(t->kq);
+    for (int64_t i = 0; i < values; i += QF) {
+        qf v = qf_sub(qf_load(t->v + at + i), qf_mul(decay, qf_load(sk + i)));
+        v = qf_mul(beta, v);
+        qf_store(u + i, v);
+        v = qf_add(qf_mul(decay, qf_load(sq + i)), qf_mul(v, kq));
+        if (values - i < QF) {
+            qf_store_part(t->out + at + i, v, (int)(values - i));
+        } else {
+            qf_store(t->out + at + i, v);
+        }
     }
 }
 
-// values, ld: rows of s and their distance, multiples of GROUP and QF; pads: NULL, or room for two
-// k and q pairs
-INLINE void walk_rows(const walk *w, float *s, int64_t ld, float *pads) {
-    float sk[QRT_DELTA_ROWS], sq[QRT_DELTA_ROWS], u[GROUP] = {0};
-    token now = token_at(w, 0, pads, ld), next;
-    for (int64_t g = 0; g < w->values; g += GROUP)
-        read_group(s + g * ld, ld, ld, &now, sk + g, sq + g);
-    for (int64_t t = 0; t < w->n; t++) {
-        bool more = t + 1 < w->n;
-        if (t + AHEAD < w->n) fetch_token(w, t + AHEAD);
-        if (more) next = token_at(w, t + 1, pads ? pads + ((t + 1) & 1) * 2 * ld : NULL, ld);
-        for (int64_t g = 0; g < w->values; g += GROUP) {
-            int64_t n = w->values - g < GROUP ? w->values - g : GROUP;
-            correct(&now, g, pads ? n : GROUP, sk + g, sq + g, u);
-            if (more) {
-                write_group(s + g * ld, ld, ld, &now, u, &next, sk + g, sq + g);
+// Lines of the output, far apart as well, are fetched before they are written.
+INLINE void fetch_out(const token *t, int64_t at, int64_t values) {
+    enum { LINE = 16 }; // floats
+    for (int64_t i = 0; i < values; i += LINE) __builtin_prefetch(t->out + at + i, 1, 3);
+}
+
+// All tokens, for `values` rows of a head's state from `value`. ld: their distance in s, a multiple
+// of QF; s has a multiple of GROUP of them.
+INLINE void walk_rows(const token *tokens, int64_t n, int64_t value, int64_t values, float *s,
+                      int64_t ld) {
+    float sk[QRT_DELTA_ROWS] = {0}, sq[QRT_DELTA_ROWS] = {0}, u[QRT_DELTA_ROWS] = {0};
+    for (int64_t g = 0; g < values; g += GROUP)
+        read_group(s + g * ld, ld, ld, tokens, sk + g, sq + g);
+    for (int64_t t = 0; t < n; t++) {
+        const token *now = tokens + t, *next = t + 1 < n ? now + 1 : NULL;
+        if (t + AHEAD < n) fetch_out(now + AHEAD, value, values);
+        correct(now, value, values, sk, sq, u);
+        for (int64_t g = 0; g < values; g += GROUP) {
+            if (next) {
+                write_group(s + g * ld, ld, ld, now, u + g, next, sk + g, sq + g);
             } else {
-                write_group(s + g * ld, ld, ld, &now, u, NULL, NULL, NULL);
+                write_group(s + g * ld, ld, ld, now, u + g, NULL, NULL, NULL);
             }
         }
-        if (more) now = next;
     }
 }
 
 // The same on a padded copy, for sizes that vectors or groups do not divide.
-static void walk_padded(const walk *w) {
-    int64_t ld = qrt_padded(w->d);
-    float *s = w->scratch, *pads = s + QRT_DELTA_ROWS * ld;
-    memset(s, 0, qrt_delta_scratch((int)w->d));
-    for (int64_t r = 0; r < w->values; r++)
-        memcpy(s + r * ld, w->state + r * w->d, (size_t)w->d * sizeof *s);
-    walk_rows(w, s, ld, pads);
-    for (int64_t r = 0; r < w->values; r++)
-        memcpy(w->state + r * w->d, s + r * ld, (size_t)w->d * sizeof *s);
+static void walk_padded(const token *tokens, int64_t n, int64_t value, int64_t values, float *state,
+                        int64_t d, float *s) {
+    const int64_t ld = qrt_padded(d);
+    memset(s, 0, (size_t)(QRT_DELTA_ROWS * ld) * sizeof *s);
+    for (int64_t r = 0; r < values; r++)
+        memcpy(s + r * ld, state + r * d, (size_t)d * sizeof *s);
+    walk_rows(tokens, n, value, values, s, ld);
+    for (int64_t r = 0; r < values; r++)
+        memcpy(state + r * d, s + r * ld, (size_t)d * sizeof *s);
 }
 
 // Rows of a head's state in a slot, from row `value`.
@@ -158,37 +160,40 @@ INLINE float *state_at(const qrt_op *op, const qrt_state *st, int32_t slot, int6
     return st->delta + ((layer * st->v_heads + head) * st->d + value) * st->d;
 }
 
-// All rows that sequence s has in the step, for QRT_DELTA_ROWS rows of a head's state from `value`.
-static void walk_part(const qrt_op *op, const qrt_ctx *c, int64_t s, int64_t h, int64_t value) {
+// All rows that sequence s has in the step, for rows `value` .. `last` of a head's state.
+static void walk(const qrt_op *op, const qrt_ctx *c, int64_t s, int64_t h, int64_t value,
+                 int64_t last) {
     const qrt_state *st = c->state;
     const qrt_batch *b = c->batch;
     const int64_t d = st->d;
-    walk w = {.op = op,
-              .head = h,
-              .value = value,
-              .values = d - value < QRT_DELTA_ROWS ? d - value : QRT_DELTA_ROWS,
-              .state = state_at(op, st, b->slots[s], h, value),
-              .d = d,
-              .scratch = (float *)(void *)c->scratch};
-    const size_t bytes = (size_t)(w.values * d) * sizeof(float);
+    float *state = state_at(op, st, b->slots[s], h, value);
+    float *padded = (float *)(void *)c->scratch, *copies = padded + QRT_DELTA_ROWS * qrt_padded(d);
+    token tokens[QRT_DELTA_TOKENS];
+    const size_t bytes = (size_t)((last - value) * d) * sizeof(float);
     if (b->starts[s] == 0) {
-        memset(w.state, 0, bytes);
+        memset(state, 0, bytes);
     } else if (b->sources[s] != b->slots[s]) {
-        memcpy(w.state, state_at(op, st, b->sources[s], h, value), bytes);
+        memcpy(state, state_at(op, st, b->sources[s], h, value), bytes);
     }
-    // One walk from save to save: cutting a walk changes no bit.
-    const int64_t last = b->row_offsets[s + 1];
+    // Some tokens at a time, and no further than to the next save: cutting a walk changes no bit.
+    const int64_t end = b->row_offsets[s + 1];
     int32_t save = qrt_first_save(b, b->row_offsets[s]);
-    for (int64_t row = b->row_offsets[s]; row < last; row += w.n) {
-        const bool saved = save < b->n_saves && b->save_rows[save] < last;
-        w.row = row;
-        w.n = (saved ? b->save_rows[save] + 1 : last) - row;
-        if (d % QF || d % GROUP) {
-            walk_padded(&w);
-        } else {
-            walk_rows(&w, w.state, d, NULL);
+    for (int64_t row = b->row_offsets[s], n; row < end; row += n) {
+        const int64_t stop =
+            save < b->n_saves && b->save_rows[save] < end ? b->save_rows[save] + 1 : end;
+        n = stop - row < QRT_DELTA_TOKENS ? stop - row : QRT_DELTA_TOKENS;
+        prepare(op, row, n, h, copies, tokens);
+        for (int64_t at = value; at < last; at += QRT_DELTA_ROWS) {
+            const int64_t values = last - at < QRT_DELTA_ROWS ? last - at : QRT_DELTA_ROWS;
+            float *part = state + (at - value) * d;
+            if (d % QF || d % GROUP) {
+                walk_padded(tokens, n, at, values, part, d, padded);
+            } else {
+                walk_rows(tokens, n, at, values, part, d);
+            }
         }
-        if (saved) memcpy(state_at(op, st, b->save_slots[save++], h, value), w.state, bytes);
+        if (save < b->n_saves && row + n == b->save_rows[save] + 1)
+            memcpy(state_at(op, st, b->save_slots[save++], h, value), state, bytes);
     }
 }
 
@@ -204,17 +209,21 @@ static void delta_net(const qrt_op *op, const qrt_ctx *c) {
     // would take from each other row after row: one thread does them all where there is enough
     // else.
     const int64_t together = !even && b->n_seqs * heads >= 4 * c->threads ? parts : 1;
-    int64_t unit, end = units;
+    int64_t unit, end;
     if (even) {
         qrt_share(c, units, &unit, &end);
     } else {
-        unit = qrt_take(c) * together;
+        unit = qrt_take(c) * together, end = unit + together;
     }
-    while (unit < end) {
-        for (int64_t i = 0; i < together; i++, unit++)
-            walk_part(op, c, unit / (heads * parts), unit / parts % heads,
-                      unit % parts * QRT_DELTA_ROWS);
-        if (!even) unit = qrt_take(c) * together;
+    while (unit < end && unit < units) {
+        while (unit < end) { // parts of one head at a time
+            const int64_t part = unit % parts, left = parts - part,
+                          n = end - unit < left ? end - unit : left, head = unit / parts,
+                          last = (part + n) * QRT_DELTA_ROWS;
+            walk(op, c, head / heads, head % heads, part * QRT_DELTA_ROWS, last < d ? last : d);
+            unit += n;
+        }
+        if (!even) unit = qrt_take(c) * together, end = unit + together;
     }
 }
 

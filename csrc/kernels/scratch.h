@@ -44,11 +44,12 @@ static inline size_t qrt_conv_scratch(int kernel) {
     return (size_t)(2 * kernel - 1) * QRT_CONV_BLOCK * sizeof(float);
 }
 
-// delta_net: a group of state rows and one row of each k and q pair, padded, for sizes d that
-// vectors do not divide.
+// delta_net: state rows that are worked on together, padded, for sizes d that vectors do not divide;
+// k, q and v of the tokens that they are taken through, padded.
 #define QRT_DELTA_ROWS 32
+#define QRT_DELTA_TOKENS 64
 static inline size_t qrt_delta_scratch(int d) {
-    return (size_t)(QRT_DELTA_ROWS + 4) * (size_t)qrt_padded(d) * sizeof(float);
+    return (size_t)(QRT_DELTA_ROWS + 3 * QRT_DELTA_TOKENS) * (size_t)qrt_padded(d) * sizeof(float);
 }
 
 // attention: keys are taken in blocks of at most this many, queries (rows x heads of a group) in
