@@ -88,11 +88,9 @@ INLINE void scales_q8_0(const uint8_t *src, int64_t stride, int nb, const panel 
 INLINE void pack_q8_0(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q8_0(src, stride, nb, to);
     for (int b = 0; b < nb; b++, src += 34) {
-        for (int half = 0; half < 2; half++) {
-            wv w[4];
-            wv_rows(src + 2 + 16 * half, stride, w);
-            for (int j = 0; j < 4; j++) store_int8(to, 8 * b + 4 * half + j, w[j]);
-        }
+        wv w[8];
+        wv_rows_32(src + 2, stride, w);
+        for (int j = 0; j < 8; j++) store_int8(to, 8 * b + j, w[j]);
     }
 }
 
@@ -230,9 +228,13 @@ INLINE void scales_q4_k(const uint8_t *src, int64_t stride, int nb, const panel 
 
 INLINE void pack_q4_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q4_k(src, stride, nb, to);
-    for (int i = 0; i < 8; i++) {
-        const int k = i / 2 * 16 + i % 2 * 4;
-        pack_nibbles(src + 16 + 16 * i, stride, k, k + 8, to);
+    for (int i = 0; i < 4; i++) {
+        wv w[8];
+        wv_rows_32(src + 16 + 32 * i, stride, w);
+        for (int j = 0; j < 8; j++) {
+            store_q(to, 16 * i + j, low_nibbles(w[j]));
+            store_q(to, 16 * i + 8 + j, high_nibbles(w[j]));
+        }
     }
 }
 
@@ -241,17 +243,15 @@ INLINE void scales_q5_k(const uint8_t *src, int64_t stride, int nb, const panel 
 }
 INLINE void pack_q5_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q5_k(src, stride, nb, to);
-    for (int half = 0; half < 2; half++) {
-        wv h[4];
-        wv_rows(src + 16 + 16 * half, stride, h);
-        for (int i = 0; i < 4; i++) {
-            wv w[4];
-            wv_rows(src + 48 + 32 * i + 16 * half, stride, w);
-            for (int j = 0; j < 4; j++) {
-                const int k = 16 * i + 4 * half + j;
-                store_q(to, k, low_nibbles(w[j]) | (h[j] >> 2 * i & 0x01010101u) << 4);
-                store_q(to, k + 8, high_nibbles(w[j]) | (h[j] >> (2 * i + 1) & 0x01010101u) << 4);
-            }
+    wv h[8];
+    wv_rows_32(src + 16, stride, h);
+    for (int i = 0; i < 4; i++) {
+        wv w[8];
+        wv_rows_32(src + 48 + 32 * i, stride, w);
+        for (int j = 0; j < 8; j++) {
+            const int k = 16 * i + j;
+            store_q(to, k, low_nibbles(w[j]) | (h[j] >> 2 * i & 0x01010101u) << 4);
+            store_q(to, k + 8, high_nibbles(w[j]) | (h[j] >> (2 * i + 1) & 0x01010101u) << 4);
         }
     }
 }
@@ -268,14 +268,13 @@ INLINE void scales_q6_k(const uint8_t *src, int64_t stride, int nb, const panel 
 }
 INLINE void pack_q6_k(const uint8_t *src, int64_t stride, int nb, const panel *to) {
     scales_q6_k(src, stride, nb, to);
-    for (int i = 0; i < 4; i++) { // half a block, and 16 of its 32 bytes of qh
-        const int n = i / 2, at = 16 * (i % 2), k = 32 * n + at / 4;
-        const uint8_t *ql = src + 64 * n + at;
-        wv h[4], a[4], b[4];
-        wv_rows(src + 128 + 32 * n + at, stride, h);
-        wv_rows(ql, stride, a);
-        wv_rows(ql + 32, stride, b);
-        for (int j = 0; j < 4; j++) {
+    for (int n = 0; n < 2; n++) { // half a block
+        const int k = 32 * n;
+        wv h[8], a[8], b[8];
+        wv_rows_32(src + 128 + 32 * n, stride, h);
+        wv_rows_32(src + 64 * n, stride, a);
+        wv_rows_32(src + 64 * n + 32, stride, b);
+        for (int j = 0; j < 8; j++) {
             store_q(to, k + j, low_nibbles(a[j]) | (h[j] << 4 & 0x30303030u));
             store_q(to, k + 8 + j, low_nibbles(b[j]) | (h[j] << 2 & 0x30303030u));
             store_q(to, k + 16 + j, high_nibbles(a[j]) | (h[j] & 0x30303030u));

@@ -2,6 +2,7 @@
 // | ^ << >>) work on them at every level; here is what those lack. Include after one of
 // simd/<isa>.h.
 //     wv_rows      16 bytes of each row, stride apart, as four words
+//     wv_rows_32   32 bytes of each row, as eight words
 //     wv_row_words 4 bytes of each row
 //     low_nibbles, high_nibbles
 //     wv_lookup    every byte (below 16) through a table of 16 bytes
@@ -43,15 +44,33 @@ INLINE qf qf_of_bits(wv a) {
 }
 
 #if QF == 16
-INLINE __m512i wv_quarters(const uint8_t *p, int64_t stride) { // rows 0, 4, 8, 12
-    __m512i a = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
-    a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
-    a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
-    return _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
+// Addresses of 16 rows by way of six registers, hidden from the compiler, which would make all of
+// them and keep some in vectors.
+typedef struct {
+    const uint8_t *fourth[4]; // row 0, 4, 8, 12
+    int64_t one, three;       // 1 and 3 times the distance of two rows
+} wv_places;
+INLINE wv_places wv_places_of(const uint8_t *p, int64_t stride) {
+    wv_places a = {{p, p + 4 * stride, p + 8 * stride, p + 12 * stride}, stride, 3 * stride};
+    __asm__("" : "+r"(a.fourth[1]), "+r"(a.fourth[2]), "+r"(a.fourth[3]), "+r"(a.three));
+    return a;
+}
+INLINE const uint8_t *wv_place(const wv_places *a, int row) {
+    const uint8_t *p = a->fourth[row / 4];
+    return row % 4 == 0 ? p : p + (row % 4 == 3 ? a->three : row % 4 * a->one);
+}
+INLINE __m512i wv_quarters(const wv_places *p, int i) { // rows i, i + 4, i + 8, i + 12
+#    define ROW(r) _mm_loadu_si128((const __m128i *)wv_place(p, r))
+    __m512i a = _mm512_castsi128_si512(ROW(i));
+    a = _mm512_inserti32x4(a, ROW(i + 4), 1);
+    a = _mm512_inserti32x4(a, ROW(i + 8), 2);
+    return _mm512_inserti32x4(a, ROW(i + 12), 3);
+#    undef ROW
 }
 INLINE void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
-    __m512i a = wv_quarters(p, stride), b = wv_quarters(p + stride, stride);
-    __m512i c = wv_quarters(p + 2 * stride, stride), d = wv_quarters(p + 3 * stride, stride);
+    const wv_places at = wv_places_of(p, stride);
+    __m512i a = wv_quarters(&at, 0), b = wv_quarters(&at, 1);
+    __m512i c = wv_quarters(&at, 2), d = wv_quarters(&at, 3);
     __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
     w[0] = (wv)_mm512_unpacklo_epi64(ab, cd);
     w[1] = (wv)_mm512_unpackhi_epi64(ab, cd);
@@ -59,14 +78,46 @@ INLINE void wv_rows(const uint8_t *p, int64_t stride, wv w[4]) {
     w[2] = (wv)_mm512_unpacklo_epi64(ab, cd);
     w[3] = (wv)_mm512_unpackhi_epi64(ab, cd);
 }
+// Fewer insertions for the same bytes: each takes the time of one and a half other shuffles.
+#    define WV_ROWS_32
+INLINE void wv_eight_rows(const wv_places *p, int first, __m512i w[4]) {
+#    define ROW(r) _mm256_loadu_si256((const __m256i *)wv_place(p, first + (r)))
+    __m512i r[4]; // rows i and i + 4
+    for (int i = 0; i < 4; i++)
+        r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(ROW(i)), ROW(i + 4), 1);
+#    undef ROW
+    __m512i ab = _mm512_unpacklo_epi32(r[0], r[1]), cd = _mm512_unpacklo_epi32(r[2], r[3]);
+    w[0] = _mm512_unpacklo_epi64(ab, cd), w[1] = _mm512_unpackhi_epi64(ab, cd);
+    ab = _mm512_unpackhi_epi32(r[0], r[1]), cd = _mm512_unpackhi_epi32(r[2], r[3]);
+    w[2] = _mm512_unpacklo_epi64(ab, cd), w[3] = _mm512_unpackhi_epi64(ab, cd);
+}
+INLINE void wv_rows_32(const uint8_t *p, int64_t stride, wv w[8]) {
+    __m512i a[4], b[4]; // words i and i + 4 by turns, of four rows each
+    const wv_places at = wv_places_of(p, stride);
+    wv_eight_rows(&at, 0, a);
+    wv_eight_rows(&at, 8, b);
+    for (int i = 0; i < 4; i++) {
+        w[i] = (wv)_mm512_shuffle_i32x4(a[i], b[i], 0x88);
+        w[4 + i] = (wv)_mm512_shuffle_i32x4(a[i], b[i], 0xdd);
+    }
+}
 INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
     return (wv)_mm512_shuffle_epi8(t, (__m512i)a);
 }
+INLINE __m128i eight_halves(const uint8_t *p, int64_t stride) {
+    __m128i h = _mm_cvtsi32_si128(qrt_u16(p));
+    h = _mm_insert_epi16(h, qrt_u16(p + stride), 1);
+    h = _mm_insert_epi16(h, qrt_u16(p + 2 * stride), 2);
+    h = _mm_insert_epi16(h, qrt_u16(p + 3 * stride), 3);
+    h = _mm_insert_epi16(h, qrt_u16(p + 4 * stride), 4);
+    h = _mm_insert_epi16(h, qrt_u16(p + 5 * stride), 5);
+    h = _mm_insert_epi16(h, qrt_u16(p + 6 * stride), 6);
+    return _mm_insert_epi16(h, qrt_u16(p + 7 * stride), 7);
+}
 INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
-    uint16_t h[16];
-    for (int r = 0; r < 16; r++) memcpy(h + r, p + r * stride, 2);
-    return qf_from_f16(h);
+    const __m128i low = eight_halves(p, stride), high = eight_halves(p + 8 * stride, stride);
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
 INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     typedef uint16_t halves __attribute__((vector_size(32)));
@@ -158,6 +209,12 @@ INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     uint16_t h[2] = {(uint16_t)a, (uint16_t)(a >> 16)};
     *low = qrt_half((const uint8_t *)h);
     *high = qrt_half((const uint8_t *)(h + 1));
+}
+#endif
+#ifndef WV_ROWS_32
+INLINE void wv_rows_32(const uint8_t *p, int64_t stride, wv w[8]) {
+    wv_rows(p, stride, w);
+    wv_rows(p + 16, stride, w + 4);
 }
 #endif
 #endif
