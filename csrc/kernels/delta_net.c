@@ -6,13 +6,7 @@
 #include "kernels.h"
 #include "scratch.h"
 
-// State rows of one pass: as many as the registers hold two sums of each for.
-#if QF == 16
-#    define GROUP 4
-#else
-#    define GROUP 4
-#endif
-
+#define GROUP 4 // state rows of one pass
 #define AHEAD 2 // so many tokens before it is its turn, a token's output is fetched
 
 // What a pass needs of a token. Rows of a step are far apart, at distances that lie on the same
@@ -23,10 +17,6 @@ typedef struct {
     float decay, beta, kq;
     float *out;
 } token;
-
-INLINE void sums(float *out, const qf *a) {
-    for (int r = 0; r < GROUP; r += 4) qf_hsum4(out + r, a[r], a[r + 1], a[r + 2], a[r + 3]);
-}
 
 // sk, sq: [GROUP] products of the state's rows with k and q
 INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, float *sk,
@@ -41,8 +31,8 @@ INLINE void read_group(const float *s, int64_t ld, int64_t d, const token *t, fl
             b[r] = qf_fma(x, q, b[r]);
         }
     }
-    sums(sk, a);
-    sums(sq, b);
+    qf_hsum4(sk, a[0], a[1], a[2], a[3]);
+    qf_hsum4(sq, b[0], b[1], b[2], b[3]);
 }
 
 // The state after token t, which has corrections u, and its products with the next token (NULL:
@@ -64,8 +54,8 @@ INLINE void write_group(float *s, int64_t ld, int64_t d, const token *t, const f
         }
     }
     if (!next) return;
-    sums(sk, a);
-    sums(sq, b);
+    qf_hsum4(sk, a[0], a[1], a[2], a[3]);
+    qf_hsum4(sq, b[0], b[1], b[2], b[3]);
 }
 
 // Tokens of one head, prepared: n <= QRT_DELTA_TOKENS rows of the step from `row`. copies: room for
@@ -146,11 +136,9 @@ static void walk_padded(const token *tokens, int64_t n, int64_t value, int64_t v
                         int64_t d, float *s) {
     const int64_t ld = qrt_padded(d);
     memset(s, 0, (size_t)(QRT_DELTA_ROWS * ld) * sizeof *s);
-    for (int64_t r = 0; r < values; r++)
-        memcpy(s + r * ld, state + r * d, (size_t)d * sizeof *s);
+    for (int64_t r = 0; r < values; r++) memcpy(s + r * ld, state + r * d, (size_t)d * sizeof *s);
     walk_rows(tokens, n, value, values, s, ld);
-    for (int64_t r = 0; r < values; r++)
-        memcpy(state + r * d, s + r * ld, (size_t)d * sizeof *s);
+    for (int64_t r = 0; r < values; r++) memcpy(state + r * d, s + r * ld, (size_t)d * sizeof *s);
 }
 
 // Rows of a head's state in a slot, from row `value`.
