@@ -44,8 +44,8 @@ static inline size_t qrt_conv_scratch(int kernel) {
     return (size_t)(2 * kernel - 1) * QRT_CONV_BLOCK * sizeof(float);
 }
 
-// delta_net: state rows that are worked on together, padded, for sizes d that vectors do not divide;
-// k, q and v of the tokens that they are taken through, padded.
+// delta_net: state rows that are worked on together, padded, for sizes d that vectors do not
+// divide; k, q and v of the tokens that they are taken through, padded.
 #define QRT_DELTA_ROWS 32
 #define QRT_DELTA_TOKENS 64
 static inline size_t qrt_delta_scratch(int d) {
