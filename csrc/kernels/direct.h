@@ -69,10 +69,6 @@ INLINE __m256i pair_sums(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_ep
 #define JOIN(bits, v, i) JOINED(bits, v[i], v[i + 1])
 #define JOIN_QUARTERS(bits, a, b)                                                                  \
     _mm256_add_epi##bits(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
-INLINE __m256i join_4_bits(const __m256i v[4]) {
-    const __m256i a = JOIN(16, v, 0), b = JOIN(16, v, 2);
-    return pair_sums(JOIN_QUARTERS(16, a, b));
-}
 INLINE __m256i join_6_bits(const __m256i v[4]) {
     const __m256i a = pair_sums(JOIN(16, v, 0)), b = pair_sums(JOIN(16, v, 2));
     return JOIN_QUARTERS(32, a, b);

@@ -208,7 +208,7 @@ INLINE void split_tq2_0(const uint8_t *src, int64_t stride, int nb, __m256i *q) 
 
 // v: sums of 16 or 32 columns as int16 (bits < 8) or int32
 INLINE __m256i join(const int bits, const __m256i v[4]) {
-    return bits == 4 ? join_4_bits(v) : bits < 8 ? join_6_bits(v) : join_32(v);
+    return bits == 4 ? whole(join_products(v)) : bits < 8 ? join_6_bits(v) : join_32(v);
 }
 
 // mr (1 or 2) x rows against nb x 32 columns of q; acc: [mr]

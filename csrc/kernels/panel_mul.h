@@ -16,13 +16,6 @@
 typedef __m512i ilane;
 INLINE qf ilane_float(ilane a) { return _mm512_cvtepi32_ps(a); }
 
-// A value stays in a register here, and these instructions in their order.
-#    ifdef QRT_SIMDE
-#        define HOLD(v) ((void)(v))
-#    else
-#        define HOLD(v) __asm__ volatile("" : "+v"(v))
-#    endif
-
 // q: [GROUP / 4][NR][4], group g of the chunk; taken: something is taken off weights
 INLINE void dot_group(const int bits, const int group, const bool taken, const int mr,
                       const uint8_t *q, const xrow *x, int64_t g, ilane out[][NV]) {
@@ -263,7 +256,7 @@ INLINE void mul_block(const int bits, const int group, const int off, const int 
 // acc: mr rows of NR floats, unset if these columns begin them; lines: as many are fetched for each
 // 32 columns
 INLINE void mul_tile(const int bits, const int group, const int off, const int mr, panel *p, int nb,
-                     int lines, const xrow *x, bool begin, float *acc) {
+                     int lines, xrow *x, bool begin, float *acc) {
     qf a[TILE][NV];
 #pragma GCC unroll 8
     for (int t = 0; t < mr; t++)
@@ -274,7 +267,7 @@ INLINE void mul_tile(const int bits, const int group, const int off, const int m
         ahead = fetch_next(ahead, end, lines);
         // Addresses of x rows are read where they are used. They are too many for the registers,
         // and the compiler keeps some in vectors, where they wait behind the products.
-        __asm__("" : "+m"(*(const xrow(*)[TILE])x));
+        __asm__("" : "+m"(*(xrow(*)[TILE])x));
 #pragma GCC unroll 2
         for (int t = 0; t < mr; t += AT_ONCE(group)) {
             const int rows = mr - t < AT_ONCE(group) ? mr - t : AT_ONCE(group);

@@ -21,6 +21,13 @@ static inline qf qf_held(qf a) {
 #endif
     return a;
 }
+// A value stays in a register here: without it the compiler mixes all steps and runs out of
+// registers.
+#ifdef QRT_SIMDE
+#    define HOLD(v) ((void)(v))
+#else
+#    define HOLD(v) __asm__ volatile("" : "+v"(v))
+#endif
 static inline void qf_store(float *p, qf a) { _mm512_storeu_ps(p, a); }
 static inline qf qf_set1(float a) { return _mm512_set1_ps(a); }
 static inline qf qf_zero(void) { return _mm512_setzero_ps(); }

@@ -43,6 +43,19 @@ INLINE qf qf_of_bits(wv a) {
     return f;
 }
 
+#if QF >= 8
+INLINE __m128i wv_eight_halves(const uint8_t *p, int64_t stride) {
+    __m128i h = _mm_cvtsi32_si128(qrt_u16(p));
+    h = _mm_insert_epi16(h, qrt_u16(p + stride), 1);
+    h = _mm_insert_epi16(h, qrt_u16(p + 2 * stride), 2);
+    h = _mm_insert_epi16(h, qrt_u16(p + 3 * stride), 3);
+    h = _mm_insert_epi16(h, qrt_u16(p + 4 * stride), 4);
+    h = _mm_insert_epi16(h, qrt_u16(p + 5 * stride), 5);
+    h = _mm_insert_epi16(h, qrt_u16(p + 6 * stride), 6);
+    return _mm_insert_epi16(h, qrt_u16(p + 7 * stride), 7);
+}
+#endif
+
 #if QF == 16
 // Addresses of 16 rows by way of six registers, hidden from the compiler, which would make all of
 // them and keep some in vectors.
@@ -105,18 +118,8 @@ INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
     return (wv)_mm512_shuffle_epi8(t, (__m512i)a);
 }
-INLINE __m128i eight_halves(const uint8_t *p, int64_t stride) {
-    __m128i h = _mm_cvtsi32_si128(qrt_u16(p));
-    h = _mm_insert_epi16(h, qrt_u16(p + stride), 1);
-    h = _mm_insert_epi16(h, qrt_u16(p + 2 * stride), 2);
-    h = _mm_insert_epi16(h, qrt_u16(p + 3 * stride), 3);
-    h = _mm_insert_epi16(h, qrt_u16(p + 4 * stride), 4);
-    h = _mm_insert_epi16(h, qrt_u16(p + 5 * stride), 5);
-    h = _mm_insert_epi16(h, qrt_u16(p + 6 * stride), 6);
-    return _mm_insert_epi16(h, qrt_u16(p + 7 * stride), 7);
-}
 INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
-    const __m128i low = eight_halves(p, stride), high = eight_halves(p + 8 * stride, stride);
+    const __m128i low = wv_eight_halves(p, stride), high = wv_eight_halves(p + 8 * stride, stride);
     return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
 INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
@@ -146,15 +149,7 @@ INLINE wv wv_lookup(const uint8_t table[16], wv a) {
     return (wv)_mm256_shuffle_epi8(t, (__m256i)a);
 }
 INLINE qf qf_halves(const uint8_t *p, int64_t stride) {
-    __m128i h = _mm_cvtsi32_si128(qrt_u16(p));
-    h = _mm_insert_epi16(h, qrt_u16(p + stride), 1);
-    h = _mm_insert_epi16(h, qrt_u16(p + 2 * stride), 2);
-    h = _mm_insert_epi16(h, qrt_u16(p + 3 * stride), 3);
-    h = _mm_insert_epi16(h, qrt_u16(p + 4 * stride), 4);
-    h = _mm_insert_epi16(h, qrt_u16(p + 5 * stride), 5);
-    h = _mm_insert_epi16(h, qrt_u16(p + 6 * stride), 6);
-    h = _mm_insert_epi16(h, qrt_u16(p + 7 * stride), 7);
-    return _mm256_cvtph_ps(h);
+    return _mm256_cvtph_ps(wv_eight_halves(p, stride));
 }
 INLINE void qf_of_pairs(wv a, qf *low, qf *high) {
     __m256i h = _mm256_packus_epi32((__m256i)(a & 0xffff), (__m256i)(a >> 16));
